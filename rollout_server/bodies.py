@@ -1,4 +1,4 @@
-"""Request bodies parsed into models of `shared/wire.py`.
+"""Parses request bodies into models of `shared/wire.py`.
 
 A body's items are counted before a model is built, and a body with too many items is refused. Large bodies are built
 item by item, so that other tasks can run on the event loop in between.

@@ -1,4 +1,4 @@
-"""Image decoding in separate processes, which can be killed (R16).
+"""Decodes images in separate processes, which can be killed (R16).
 
 Decoding runs C code on untrusted bytes: it may take minutes, or crash its process. In: image strings. Out: decoded
 images. `python -m rollout_server.decoding FD MAX_PIXELS` starts a decoding process. It has neither the token nor the

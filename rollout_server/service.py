@@ -1,4 +1,4 @@
-"""The endpoints' work, without HTTP: roll out, score, report (R06, R10, R11, R13).
+"""Does the work of the endpoints, without HTTP: rolls out, scores, reports (R06, R10, R11, R13).
 
 In: bodies of `shared/wire.py`. Out: their replies, rollouts as JSON.
 

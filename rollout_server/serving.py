@@ -1,4 +1,5 @@
-"""uvicorn around the app: listen, watch the engine, drain at SIGTERM, Ctrl-C and the end of the terminal (SIGHUP)."""
+"""Runs the app under uvicorn: listens, watches the engine, drains at SIGTERM, Ctrl-C and the end of the terminal
+(SIGHUP)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The canary's comparison after a weight sync (R09, D14): log-probabilities of fixed answers from the learner and from
-the served model. Pure functions, used on both sides.
+"""Compares, after a weight sync, log-probabilities of fixed answers (the canary) from the learner and from the served
+model (R09, D14). Pure functions, used on both sides.
 
 vLLM scores a whole answer without its prefix cache, but rollouts read that cache. So some tokens of each answer are
 scored a second time, each by a separate request that reads the cache. Only these requests find cached keys and values

@@ -1,4 +1,4 @@
-"""Image strings: one rule for both programs (D13, R13), and one way from a string to pixels.
+"""Opens images that are named by strings, by the same rules in both programs (D13, R13).
 
 A string names an image in one of five ways, tried in this order:
 

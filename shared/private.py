@@ -23,8 +23,8 @@ def unlinked(path: str, flags: int) -> int:
 
 
 def cache_folder(environment: Mapping[str, str], program: str) -> Path:
-    """Return this user's cache folder for the code that `program` compiles; its next start loads that code. If other
-    users could write to the folder, return a new one, which is removed when this process ends."""
+    """Return this user's cache folder for compiled code of `program`. The next start of `program` loads this code. If
+    other users could write to the folder, return a new one, which is removed when this process ends."""
     try:
         root = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
         folder = root / program / "torch"

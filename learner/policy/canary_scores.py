@@ -34,7 +34,7 @@ from learner.records import EncodedPrompt
 
 Answers = Sequence[tuple[EncodedPrompt, Sequence[int]]]  # a prompt and the token ids of its answer
 Read = Callable[[], list[list[float]]]  # waits for the device; returns each answer's log-probabilities
-Within = Callable[[], AbstractContextManager[Checksums]]  # makes the context of a pass, which sets the weights to use
+Within = Callable[[], AbstractContextManager[Checksums]]  # makes a context that sets the weights for a pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,8 +159,8 @@ class SideStream:
 class RepeatedLogprobs:
     """Computes `Policy.logprobs` of the same answers again and again, each time in a context that `within` makes. The
     attribute `checksums` has the checksums of the weights that this context replaced in the last pass. `record`
-    captures a pass; None: passes are captured as CUDA graphs on CUDA, and not captured elsewhere. `side`: the stream on
-    which captured passes run; None: a new one on CUDA, the current one elsewhere."""
+    captures a pass, to be replayed later; None: on CUDA as a CUDA graph, elsewhere nothing is captured. `side`: the
+    stream on which captured passes are replayed; None: a new one on CUDA, the current one elsewhere."""
 
     def __init__(
         self,
@@ -220,8 +220,8 @@ class RepeatedLogprobs:
                 # end of the run.
                 self._record = self._graph = None
             return self._pass()
-        # A graph has memory of its own. Memory that other work allocates on the side stream could not be used
-        # elsewhere.
+        # Only the graph runs on the side stream, because it has memory of its own. Memory that other work allocated
+        # there could not be used on other streams.
         with nullcontext() if self._side is None else self._side.entered():
             return self._graph()
 

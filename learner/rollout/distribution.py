@@ -73,7 +73,7 @@ class ServerSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distribution:
-    """Says which server answers which of one rank's requests. `spans` cover the rank's requests in order. `quotas[i]`:
+    """Says which server answers which requests of one rank. `spans` cover the rank's requests in order. `quotas[i]`:
     max requests that the rank may have in flight on server `i`."""
 
     spans: tuple[ServerSpan, ...]
@@ -372,8 +372,9 @@ class Dispatcher(Generic[R]):
         self._servers[server].waiting.extendleft(reversed(again))
 
     def _without(self, flight: _Flight, error: ProjectError, *, suspect: bool) -> None:
-        """Stop using the server that failed `flight`, and cancel its calls. Its unanswered requests stay in its queue,
-        from which other servers take them. `suspect`: `flight` failed twice. Raises if the run needs this server."""
+        """Stop using the server on which `flight` failed, and cancel its calls. The unanswered requests stay in that
+        server's queue, and other servers take them from there. `suspect`: `flight` failed twice. Raises if the run
+        needs this server."""
         lost = flight.server
         for server, quota in zip(self._servers, self._lose(lost, error), strict=True):
             server.free += quota - server.quota

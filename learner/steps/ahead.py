@@ -1,4 +1,4 @@
-"""Channel-B ahead of its steps: the asynchronous actor-learner (R25, R27, D11, D12).
+"""Runs Channel-B with rollouts that are made ahead of its steps: the asynchronous actor-learner (R25, R27, D11, D12).
 
 A share is the samples that one step learns, on all ranks (see the module `shares`). On each rank a producer rolls out
 shares while the learner learns, in packs of a few samples. A Channel-B step takes a share whose rollouts are ready on

@@ -1,4 +1,4 @@
-"""One accumulation window's rows, learned in several optimizer steps (R18).
+"""Learns the rows of one accumulation window in several optimizer steps (R18).
 
 The first step of a window is its E-step: it makes, matches and packs rollouts as a run without this buffer does, and
 keeps the rows. The window's other steps are M-steps: they learn the same rows in the same order, with no rollout, no

@@ -1,4 +1,4 @@
-"""Policy gradients (`grpo`, R37): groups of rollouts to segments.
+"""Turns groups of rollouts into segments for policy gradients (`grpo`, R37).
 
     Sample x K -> Rollout x K -> rewards -> advantages -> Segment x K
 

@@ -1,4 +1,4 @@
-"""Channel-B within the step: a step's rollouts are made by the weights that the step then updates (R31, R32).
+"""Runs Channel-B within the step: a step's rollouts are made by the weights that the step then updates (R31, R32).
 
 There are two ways. In the simple one, all samples of the rank are rolled out, and then learned. With servers and
 packing, rows are learned while other samples are rolled out (D9): a second thread makes a segment of each rollout as it

@@ -1,4 +1,4 @@
-"""The way from samples to segments: exactly one segment per sample, in order; nothing is skipped.
+"""Makes segments (token sequences to learn) of samples: one segment per sample, in order; nothing is skipped.
 
 `GroundTruthSource` teaches the ground truth (trainer variant `sft`, Channel-A). `RolloutSource` runs the stages
 Sample -> Rollout -> ParsedRollout -> Assignment -> Segment (`rollout_matching_sft`, Channel-B).

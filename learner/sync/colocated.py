@@ -1,4 +1,4 @@
-"""Delivery into colocated engines, on the device where the weights are (R08, R09, R20, R24).
+"""Delivers weights into colocated engines, on the device where the weights are (R08, R09, R20, R24).
 
 In: weights, by a `WeightSource`. Out: every rank's engine has the weights and has checked them, or the first failure is
 raised on every rank. Tensors go from the policy to vLLM's loader one by one, in one process. There are three checks, as

@@ -1,4 +1,4 @@
-"""The source of the weights, whole or sharded over ranks, and the way from them to buckets (R09).
+"""Hands out the weights of a sync, whole or sharded over ranks, and packs them into buckets (R09).
 
 In: a `WeightSource` (the policy, or its adapter). Out: sealed buckets, one at a time, so that the sender decides how
 many are in memory beside the model.

@@ -1,1 +1,1 @@
-"""The way from a configuration to a run: every part is made here, and passed to the trainer."""
+"""Makes all parts of a run from its configuration, and passes them to the trainer."""

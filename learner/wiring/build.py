@@ -1,5 +1,4 @@
-"""The way from a configuration to a run: this module makes every part, passes them to the `Trainer`, and closes them
-again.
+"""Makes every part of a run from its configuration, passes the parts to the `Trainer`, and closes them again.
 
 `connect.py` makes backend and sync, `steps.py` samples and rows. Only these three modules import all parts. They read
 environment variables only from the mapping that is passed in.

@@ -1,4 +1,5 @@
-"""The way from a configuration to the rows of each step: samples, micro-batches, segments, the step source."""
+"""Makes the parts that give each step its rows, from a configuration: samples, micro-batches, segments, the step
+source."""
 
 from __future__ import annotations
 
