@@ -268,9 +268,9 @@ class VllmEngine:
         await self._stalls.run(lambda: self._call_workers("sync_ping"), lambda: cpu_seconds(self._processes))
 
     async def _call_workers(self, method: str, *args: object) -> list[WorkerReply]:
-        """Call all workers, without a deadline in vLLM. Replies of workers in other processes have no number, so after
-        a timeout the late reply would be taken for the next call's, or for a step's tokens. A stopped worker stops the
-        engine, which `StallWatch` notices."""
+        """Call all workers, without a deadline in vLLM. Replies of workers in other processes have no number. So after
+        a timeout, a late reply would be taken for the reply of the next call, or for a step's tokens. A stopped worker
+        stops the engine; `StallWatch` notices that."""
         core = self._llm.engine_core
         call = (method, None, args, None)
         if len(getattr(core, "core_engines", ())) > 1:

@@ -181,7 +181,7 @@ class Reach:
         return wide or (num >= _MANY and taken.least <= _FAR and fit.least >= _FEW)
 
     def hint(self) -> str:
-        """Return a warning that names the unit that would fit; empty if there is no doubt."""
+        """Return a warning with the unit that would fit better; empty if there is no doubt."""
         taken = self.taken
         if self.num < _LEAST:
             return ""

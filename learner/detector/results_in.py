@@ -38,7 +38,7 @@ from shared.validation import fault_of
 
 BoxFormat = Literal["xywh", "xyxy"]
 _ON = 0.5  # min IoU of a box that lies on an object
-_CLEAR = 1.3  # another unit or format is right if it gives at least this many times the overlap
+_CLEAR = 1.3  # another unit or format is taken if the overlap with objects is then at least this many times as large
 _MOST_OUTSIDE = 0.25  # share of the boxes; if more lie outside their images, there is a warning
 _LEAST = 3  # min number of boxes on objects; with fewer, names are not doubted
 _MAX_NAMED = 5

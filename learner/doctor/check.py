@@ -198,8 +198,8 @@ def _not_ready(path: str, error: ProjectError) -> Mistake:
 
 
 def add_servers(found: Preflight, seen: Sequence[SeenServer]) -> list[Mistake]:
-    """Add the world size of each server, all of which have answered, and the requests that a rank may have in flight
-    (`chunk`, D4), to the report. Returns a mistake if the limits do not fit the ranks (R23)."""
+    """Add to the report the world size of each server, and how many requests a rank may have in flight (`chunk`, D4).
+    All servers must have answered. Returns a mistake if the limits do not fit the ranks (R23)."""
     sizes = [one.status.world_size for one in seen if one.status is not None]
     found.report.update(server_world_sizes=sizes, chunk=None)
     if not sizes:

@@ -69,8 +69,7 @@ class Machine:
         return "Qwen/Qwen3-VL-4B-Instruct" if large else "Qwen/Qwen3-VL-2B-Instruct"
 
     def rollouts(self, max_model_len: int) -> str:
-        """Return the lines of run.yaml that choose the rollout backend, with settings that make it fit this GPU's
-        memory."""
+        """Return the lines of run.yaml about the rollout backend, with settings for the memory of this GPU."""
         if not self.num_gpus:
             return "      rollout_backend: hf     # without a GPU; slow, enough to try\n"
         small = self.memory_gib < _LARGE_GIB

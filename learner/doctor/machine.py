@@ -139,8 +139,8 @@ def devices(situation: Situation) -> Finding:
 
 
 def ports(situation: Situation) -> Finding:
-    """Check the ports at which servers of this machine listen: the group's, which opens when a learner joins, and the
-    server's own if a launch will start it."""
+    """Check the ports at which servers of this machine will listen. Group ports open when a learner joins. HTTP ports
+    are checked for servers that a launch will start."""
     if not uses_servers(situation.config):
         return skipped("the run uses no servers")
     mine = [entry for entry in situation.plan.servers if is_loopback(httpx.URL(entry.base_url).host)]

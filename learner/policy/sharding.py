@@ -94,8 +94,8 @@ def is_part(tensor: torch.Tensor) -> bool:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather the whole tensor of which `tensor` is this rank's part, and return it, detached, on every rank. A tensor
-    that is not sharded is returned unchanged. Collective. Raises CollectiveError."""
+    """Gather a whole tensor from all ranks' parts, and return it, detached, on every rank. `tensor`: this rank's part.
+    A tensor that is not sharded is returned unchanged. Collective. Raises CollectiveError."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad(), collective_errors():

@@ -140,8 +140,8 @@ class Record:
 
     @property
     def from_start(self) -> bool:
-        """True if `grpo` begins with the start, whose answers completed the labels, instead of with the weights of
-        `sft`."""
+        """True if `grpo` begins with the start (the model whose answers completed the labels), and not with the weights
+        of `sft`."""
         return self.on_completed and not self.starts_weak
 
     @property

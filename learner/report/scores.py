@@ -150,7 +150,7 @@ def confusion(scenes: Sequence[Scene]) -> Counter[tuple[str | None, str | None]]
 
 
 def _judged(scene: Scene) -> Iterator[tuple[DetectionObject, int | None]]:
-    """Yield each prediction that is not ignored, and the index of the object that it is paired with, or None."""
+    """Yield each prediction that is not ignored, with the index of its paired object (None without a pair)."""
     result = classify(scene)
     for item, outcome, t in zip(scene.predictions, result.outcomes, result.paired, strict=True):
         if outcome != "ignored":

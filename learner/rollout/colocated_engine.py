@@ -1,7 +1,7 @@
 """vLLM inside the learner's job: `vllm.mode: colocate` (R02, R03, R04, R10, R11, R21).
 
 `ColocatedEngine` is vLLM in the learner's own process, on the learner's device. Only this module calls vLLM's engine.
-One engine spans `tensor_parallel_size` ranks, each of which runs the same requests in the same order. Invariants:
+One engine spans `tensor_parallel_size` ranks. Each of them runs the same requests in the same order. Invariants:
 - vLLM works only inside the block `awake`, in which training state is offloaded. On CUDA the engine sleeps outside the
   block: its weights are in host memory. If the device has room for the engine and for training, as estimated or
   measured, the engine stays awake, which saves copying its weights. On CPU vLLM cannot sleep, and need not;
@@ -114,8 +114,8 @@ class ColocatedEngine:
         # vLLM measures free memory while it starts, so training's state is away.
         with offload.away(), keeping_random_state(ranks.device), keeping_compiler_variables():
             self._llm = self._start(folder)
-            # Remove shared memory that a killed run's engine left, and note this process, so that the next start can
-            # remove what this run may leave.
+            # Remove shared memory that the engine of a killed run left. Also note this process: the next start removes
+            # what this run may leave.
             left = locked_folder("engine-", Path(tempfile.gettempdir()), leave=remove_semaphores)
             note_processes(left, [os.getpid()])
             # The first sleep takes longest, because it allocates memory on the host.

@@ -170,8 +170,8 @@ def repeats(token_ids: Sequence[int], count: int) -> bool:
 
 class ChosenLogprobs:
     """Collects the log-probabilities (nats) of the tokens that greedy search chooses, under the model's own logits. The
-    processor `raw` must run before all others: it keeps the logits. `chosen` must run after all others: the largest
-    score that it sees belongs to the token that is chosen."""
+    processor `raw` must run before all others: it keeps the logits. `chosen` must run after all others. It reads the
+    final scores: the token with the largest one is chosen."""
 
     def __init__(self) -> None:
         self._now = torch.empty(0)

@@ -1,7 +1,7 @@
 """Turns samples into a rollout server's requests, and the server's answers into rollouts (R03, R10, R11, R13).
 
-Every request gets a random uuid when it is built. A retry has the same uuid, so that a server which has answered the
-request already gives the same answer again.
+Every request gets a random uuid when it is built. A retry has the same uuid. So a server that has answered the request
+already gives the same answer again.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def asks_pixels(share: float, sample: Sample, *, global_step: int) -> bool:
     """Return True if the sample's requests of this step ask for digests of the processed images. `share`: share of the
     samples with images for which this is True. A hash of step and sample chooses them, so the choice changes at every
     step."""
-    # Ids may come from file names that are not UTF-8, which Python holds as surrogates.
+    # Ids may come from file names that are not UTF-8. Python holds such bytes as surrogates.
     digest = hashlib.blake2b(f"{global_step} {sample.sample_id}".encode(errors="surrogatepass"), digest_size=8).digest()
     return bool(sample.images) and int.from_bytes(digest, "little") < share * 2**64
 

@@ -206,8 +206,8 @@ class ServerBackend(RolloutBackend):
     # ---- who serves ------------------------------------------------------------------------------------------------
 
     def usable(self) -> Membership:
-        """Return the membership that the ranks agreed on, but with servers that have failed this rank since left
-        out."""
+        """Return the membership on which the ranks agreed, without the servers that have failed on this rank since
+        then."""
         with self._lock:
             return self._without_lost()
 

@@ -371,7 +371,8 @@ class RunAnnotations:
             new.replace(self._out)
 
     def _written(self) -> list[str]:
-        """Return the digests of the annotations that this run, or the run that it resumes, wrote to this path last."""
+        """Return the digests of the annotations at this path, as this run or the run that it resumes wrote them
+        last."""
         found: list[str] = []
         for path in (run_dir / RECORD for run_dir in self._run_dirs):
             try:

@@ -50,7 +50,7 @@ def keep_compiled(environment: MutableMapping[str, str]) -> None:
     # folder.
     if not environment.get(COMPILED_VARIABLE):
         environment[COMPILED_VARIABLE] = str(cache_folder(environment, "rollout-learner"))
-    # torch sets Triton's folder only when it compiles, so a second run, which compiles nothing, would look for Triton's
+    # torch sets Triton's folder only when it compiles. A second run compiles nothing, and would look for Triton's
     # kernels elsewhere.
     environment.setdefault(TRITON_VARIABLE, str(Path(environment[COMPILED_VARIABLE]) / "triton"))
 

@@ -155,7 +155,7 @@ class ReturnWatch:
     def follow(self, members: Collection[Member]) -> None:
         """From now on poll these servers, and no others."""
         with self._lock:
-            # A server that was polled already keeps the time before which it is not tried.
+            # A server that was polled before keeps the time of its next try.
             kept = {member.base_url: self._followed.get(member.base_url, 0.0) for member in members}
             self._followed, self._ready = kept, self._ready & kept.keys()
             if kept and (self._watching is None or self._watching.done()):

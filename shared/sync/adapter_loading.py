@@ -138,8 +138,8 @@ class AdapterLoad:
 
 
 class BaseWeightLoad(WeightLoad):
-    """A load into the base model. While layers are named, loaded by vLLM, or reloaded one by one, the LoRA wrappers are
-    taken off, so that the names of layers are the checkpoint's."""
+    """A load into the base model. The LoRA wrappers are taken off while layers are named, loaded by vLLM, or reloaded
+    one by one. So the layers then have the checkpoint's names."""
 
     def __init__(
         self,

@@ -165,7 +165,8 @@ class _Tcp(Communicator):
         for link in links.values():
             with contextlib.suppress(OSError):  # the other side has closed it
                 link.shutdown(socket.SHUT_RDWR)  # ends waits for this connection on all threads
-        # Closed only after the running broadcast: a closed descriptor's number may at once mean another connection.
+        # The connections are closed only after the running broadcast. Otherwise the broadcast could use the number of a
+        # closed descriptor, which another connection may have got.
         with self._running:
             for link in links.values():
                 link.close()

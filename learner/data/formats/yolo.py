@@ -60,7 +60,7 @@ class YoloFile:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses a key that occurs twice."""
+    """A YAML loader that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
