@@ -794,7 +794,7 @@ def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:
         end_with_parent(signal.SIGTERM)  # if torchrun dies, the run writes a checkpoint and ends
     config = load_config(config_path, world_size=int(os.environ.get("WORLD_SIZE", 1)), overrides=overrides)
     if colocates(config):
-        # Without a compiler vLLM on CPU fails only at its first canary, minutes later.
+        # Without a compiler vLLM on CPU fails only at the first check of weights (canary), minutes later.
         check_compiler(os.environ)
         prepare_for_vllm(os.environ)
     # Compiled code is kept outside of /tmp, torch's default, which many machines clear. With kept code the first step

@@ -190,7 +190,8 @@ class Trainer:
                 self.callbacks.step(result)
                 # The first step compiles, and what it makes stays for the run too.
                 after_step()
-                # A due checkpoint is saved first. One that `evaluate` saves is removed as soon as a better one comes.
+                # A due checkpoint is saved before the evaluation. A checkpoint that `evaluate` saves is removed as soon
+                # as a better one comes.
                 if self.cadence.is_due(result.global_step):
                     self.save()
                 if training.eval_steps and result.global_step % training.eval_steps == 0:

@@ -62,7 +62,7 @@ def serve(
     try:
         token = read_token(os.environ)
         config = load_server_config(config_path, has_token=token is not None, overrides=overrides or ())
-        # Without a compiler vLLM on CPU would die minutes later, at its first canary.
+        # Without a compiler vLLM on CPU would die minutes later, at the first check of weights (canary).
         check_compiler(os.environ)
         if check:
             typer.echo(json.dumps(resolved(config), indent=2))

@@ -53,7 +53,7 @@ class EngineImages:
         """Yield a list that one `LLM.generate` of `prompts` fills with the digests of each prompt's images; [] if the
         prompt is not `wanted`. `LLM` renders prompts itself, one by one, in order, so its renderer is wrapped.
 
-        A prompt that is the beginning of a rendered one, with the same images, is not rendered again."""
+        If a prompt is a prefix of a rendered prompt, with the same images, it is not rendered again."""
         if not any(prompt.images for prompt in prompts):
             yield [[] for _ in prompts]
             return

@@ -121,8 +121,8 @@ def _by_heart(found: Mapping[str, FeatureEstimate]) -> Rule:
 
 
 def _gaps(found: Mapping[str, FeatureEstimate], known: CompletionEstimate) -> Rule:
-    """Return the rule that holds if labels have gaps (missing labels): there is a sign that labels are not missing at
-    random, or the interval of the missing share is above MISSING."""
+    """Return the rule for missing labels. It holds if a sign shows that labels are not missing at random, or if the
+    interval of the share of missing labels is above MISSING."""
     missing = found.get("missing_labels")
     seen = [known.not_random] if known.not_random else []
     seen += [f"{_shown(missing)} of the objects found have no label"] if missing is not None else []

@@ -200,7 +200,7 @@ class FreshSteps(StepSource):
         return self._segments(step, prompts)
 
     def _owed_step(self) -> MicroStep:
-        """Return a micro-step of the owed samples, as they were handed out before the checkpoint."""
+        """Return a micro-step of the owed samples: handed out before the checkpoint, and not learned yet."""
         return MicroStep(
             samples=tuple(self._batches.seen_in(epoch, sample_id) for epoch, sample_id in self._owed),
             # No other micro-step of the step has this index. So no two requests have the same seed (R11).

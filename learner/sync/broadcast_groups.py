@@ -1,4 +1,5 @@
-"""The learner's side of the groups that broadcast weights: which servers share a group, joining, sending, leaving.
+"""Manages the groups in which the learner broadcasts weights: decides which servers share a group, joins, sends,
+leaves.
 
 In: servers and their statuses. Out: joined groups, and futures of the broadcasts. Servers of one machine share a group,
 so a bucket leaves the learner's GPU once for all of them: three copies of 8 GB would need 54 ms of its NVLink. Each
@@ -31,7 +32,7 @@ from shared.wire import CloseCommunicatorCall, InitCommunicatorCall, ServerStatu
 
 T = TypeVar("T")
 StartJoin = Callable[..., Operation[Communicator]]  # `shared.sync.group.start_join`, or a test's replacement
-CAUSE_GRACE_S = 2.0  # max wait after a broken connection for the error of the server that broke it
+CAUSE_GRACE_S = 2.0  # after a connection broke: max wait for the error of the server that broke it
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -111,7 +111,7 @@ class ServerDelivery:
         self._deadline = Deadline(0.0)  # deadline for reaching as many servers as this sync needs
         self._parts: dict[str, float] = {}  # seconds that each part of this sync took
         self._learner: dict[tuple[torch.dtype | None, Mode], CanaryScores] = {}  # the learner's scores for this sync
-        self._num_scored: Counter[tuple[torch.dtype | None, Mode]] = Counter()  # how often each was computed
+        self._num_scored: Counter[tuple[torch.dtype | None, Mode]] = Counter()  # how often the learner scored it
 
     def together(self, work: Callable[[], T]) -> T:
         return self.members.together(work)

@@ -46,8 +46,8 @@ class ModelConfig(Section):
         unit="pixels (width x height)",
         ge=1,
     )
-    # Off by default: a 4B model on an H200 reached 0.655 of the rate of plain matrix products without it, 0.501 with
-    # it.
+    # Off by default: a 4B model on an H200 reached 0.655 of the rate of plain matrix products without gradient
+    # checkpointing, and 0.501 with it.
     gradient_checkpointing: Literal["auto"] | bool = key(
         "save memory: recompute activations in the backward pass. `auto`: of as few layers as the GPU's memory allows, "
         "as estimated for rows of `global_max_length` tokens, beside colocated vLLM if it then stays awake",
