@@ -86,7 +86,7 @@ class Completion:
 
 class LabelCompletion:
     """Completes the labels of `samples`, in place. `too_long` returns None for a sample that fits into a packed row.
-    Raises DataError if a person's audit of finds is configured, but has no verdicts."""
+    Raises DataError if an audit is configured (a person's verdicts on boxes without a label), but has no verdicts."""
 
     def __init__(
         self,

@@ -2,14 +2,15 @@
 
 In: weights, by a `WeightSource`. Out: every rank's engine has the weights and has checked them, or the first failure is
 raised on every rank. Tensors go from the policy to vLLM's loader one by one, in one process. There are three checks, as
-for a server: (1) bytes: the tensors that each rank's loader was given have the same digest on all ranks; (2) coverage:
-every served parameter was written, or each of the adapter's tensors has found its layer; (3) canary: each engine gives
-the fixed answers the learner's log-probabilities. No engine generates after a failure. The base weights, to which an
-adapter is applied, are part of the adapter's version.
+for a server: (1) bytes: the tensors given to the loaders have the same digest on all ranks; (2) coverage: every served
+parameter was written, or each of the adapter's tensors has found its layer; (3) canary: each engine gives the fixed
+answers the learner's log-probabilities. No engine generates after a failure. The base weights, to which an adapter is
+applied, are part of the adapter's version.
 
-The learner's pass for the canary reads only the policy, which does not change during a sync. So if the engine is awake
-and nothing is offloaded, the weights are loaded first, and both sides score at the same time. Otherwise the learner
-scores before the engine wakes, because while the engine is awake the policy is offloaded, or memory is short.
+The learner's pass on the canary (fixed answers) reads only the policy. The policy does not change during a sync. So if
+the engine is awake and nothing is offloaded, the weights are loaded first, and both sides score at the same time.
+Otherwise the learner scores before the engine wakes, because while the engine is awake the policy is offloaded, or
+memory is short.
 """
 
 from __future__ import annotations
@@ -164,7 +165,8 @@ class EngineDelivery:
             assert weights.given is not None, "a load walks through all weights"
             return weights.given
 
-        # Every rank learns of a failure here, before the canary, whose collectives would wait for the failed rank.
+        # Every rank learns of a failure here, before the canary is scored. Otherwise the collectives of the scoring
+        # would wait for the failed rank.
         given = self._ranks.all_succeed(load_counted)
         odd = [rank for rank, other in enumerate(given) if other != given[0]]
         if odd:

@@ -43,7 +43,7 @@ class Delivered:
     mode: Mode
     num_bytes: int
     num_tensors: int
-    gap: CanaryGap  # the largest canary gap of all generators
+    gap: CanaryGap  # the largest gap to a generator's log-probabilities
     merge_gap: float  # change of log-probabilities by merging and rounding, nats per token (D14)
     pause_s: float = 0.0  # longest time in seconds that a server generated nothing and took no call; 0: not measured
 

@@ -83,10 +83,10 @@ class SampleCrops:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Appearance:
-    """The result of `Looks.judge`. `probabilities`: for each sample, the probabilities that its finds are right, in the
-    given order. `shares`: shares of right, misplaced and misnamed finds among the finds with the fewest votes. `auc`:
-    how well the classifiers separate held-out examples. `why`: the reason if there is no estimate; then
-    `probabilities` is empty."""
+    """The result of `Looks.judge`. `probabilities`: for each sample, the probabilities that its finds (boxes without a
+    label) are right, in the given order. `shares`: the shares of right and of misplaced finds among the finds with the
+    fewest votes. `auc`: how well the classifiers separate held-out examples. `why`: the reason if there is no estimate;
+    then `probabilities` is empty."""
 
     probabilities: tuple[tuple[float, ...], ...] = ()
     shares: Shares = field(default_factory=dict)
@@ -98,8 +98,8 @@ class Appearance:
 
 
 def crops_of(sample: Sample, finds: Sequence[DetectionObject], open_image: Open, share: float = 1.0) -> SampleCrops:
-    """Cut examples and finds out of a sample's photographs. Of the labels only the fraction `share` is used, chosen by
-    a hash of their names and places. Raises the errors of `open_image`."""
+    """Cut examples (at labels) and finds (boxes without a label) out of a sample's photographs. Of the labels only the
+    fraction `share` is used, chosen by a hash of their names and places. Raises the errors of `open_image`."""
     labels = [obj for obj in sample.objects if _seed(sample, obj) < share * 2**32]
     on: list[Crop] = []
     beside: list[Crop] = []
@@ -315,7 +315,8 @@ class _Group:
         )
 
     def scores(self, pixels: Pixels, part: NDArray[np.int64]) -> Floats:
-        """Return the logits [F] of the F finds with these pixels [F, D] and parts [F]."""
+        """Return the classifiers' logits [F] for F boxes with these pixels [F, D]. `part` [F]: the part of each box's
+        photograph; the classifier that was fitted without this part is used."""
         return _scores(self.by_part, pixels, part)
 
     def auc(self) -> float:
@@ -326,8 +327,9 @@ class _Group:
     def right(
         self, scores: Floats, votes: NDArray[np.int64], border: bool, first: Sequence[float] | None
     ) -> tuple[Floats, Sequence[float]]:
-        """Return for each find [F] the probability that it is right, and the shares of right and misplaced ones
-        among the finds with the fewest votes. `border`: all these finds touch the border, or none does."""
+        """Return for each find [F] (a box without a label) the probability that it is right. Also return the shares of
+        right and of misplaced finds among those with the fewest votes. `border`: all these finds touch the border, or
+        none does."""
         kinds = [self.on[self.on_border == border], self.beside[self.beside_border == border]]
         if min(map(len, kinds)) < _FEWEST_EXAMPLES:
             # Few examples say too little about the border, so the examples of the whole photographs are used instead.
@@ -360,8 +362,8 @@ def _vote_groups(votes: NDArray[np.int64]) -> list[NDArray[np.int64]]:
 def _right_of_mixture(
     scores: Floats, kinds: Sequence[Floats], first: Sequence[float] | None
 ) -> tuple[Floats, Sequence[float]]:
-    """Return for each score [F] the probability that its find is of the first kind (right), and the likeliest shares of
-    the kinds. `kinds` has the scores of the examples of each kind."""
+    """Return for each score [F] of a find (a box without a label) the probability that the find is of the first kind
+    (right). Also return the likeliest shares of the kinds. `kinds` has the scores of the examples of each kind."""
     places = np.digitize(scores, _BIN_EDGES)
     # Half an example more in each bin: where no kind has one, the probabilities would be 0 / 0.
     density = np.array(

@@ -3,9 +3,9 @@
 In: a sample, and the objects of K answers to it, drawn from the model. Out: the sample with more labels.
 
 1. The objects are clustered, at most one per answer (`agreement`). A cluster's votes are the answers that have it.
-2. A cluster *confirms* a label (same name, IoU >= 0.5, one-to-one), or it overlaps a label without confirming it and
-   *contradicts* it, or it overlaps no label and is *free*. Clusters in ignore regions are left out.
-   A free cluster that overlaps another free cluster with more votes *repeats* it, and is not counted.
+2. A cluster *confirms* a label if both have the same name and IoU >= 0.5, one-to-one. It *contradicts* a label if it
+   overlaps the label without confirming it. It is *free* if it overlaps no label. Clusters in ignore regions are left
+   out. A free cluster that overlaps another free cluster with more votes *repeats* it, and is not counted.
 3. Free clusters become labels if they have at least `min_votes` votes, or if they are probably right (`probable`). A
    completed label keeps its votes.
 

@@ -117,7 +117,8 @@ def right_names(samples: Sequence[Sample], found: Found, num_answers: int) -> Ca
 
 
 def _with(found: Found, probabilities: Sequence[Sequence[float]]) -> list[list[LabelCandidate]]:
-    """Set the probabilities of free clusters. Clusters that repeat another one get 0."""
+    """Return the clusters with `probabilities` set for those that overlap no label (free). Clusters that repeat another
+    one get 0."""
     left = [iter(own) for own in probabilities]
     return [
         [

@@ -1,4 +1,4 @@
-"""Chooses the part of an answer that becomes the prefix of Y_train (`loss.prefix_end`), and finds the place where an
+"""Chooses the part of an answer that becomes the prefix of Y_train (`loss.prefix_end`). Also gives the place where an
 answer should have ended.
 
     last_object   up to its last complete object: the default Y_train
