@@ -203,8 +203,8 @@ class Trainer:
             self.evaluations.test(self.state.global_step)
         if training.save_on_end:
             self.save()
-        # If no evaluation was better than the first, commands that are given this run's folder take its newest
-        # checkpoint, which is worse than the model at the start.
+        # If no evaluation was better than the first, the newest checkpoint is worse than the model at the start.
+        # Commands that are given this run's folder would take that checkpoint.
         if self.ranks.is_main and (worse := only_worse(self.best.root)) is not None:
             self.journal.note(f"{worse}, whose weights are those of model.path")
         self.note_leftovers()

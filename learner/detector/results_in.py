@@ -336,8 +336,8 @@ class _Naming:
         return f"--names {','.join(f'{key}={name}' for key, name in sorted(names.items()))}", fitting
 
     def _refuse_strangers(self, path: Path, named: Sequence[str | None]) -> None:
-        """Raises DataError for class numbers without a name, names that are not in the annotations' list of classes,
-        and names that the annotations spell otherwise; also if no name is known."""
+        """Raises DataError for class numbers without a name, for names that the annotations lack, and for names in
+        another spelling than the annotations'. Also raises it if no name is known."""
         alike = {_folded(name): name for name in self.known}
         strange: Counter[str] = Counter()
         for row, name in zip(self.rows, named, strict=True):

@@ -5,8 +5,8 @@ host needs a millisecond for this, and does not wait for the device.
 
 A model for images reads image sizes on the host, and copies tables to the device. Neither can be captured. But the
 inputs are always the same, so the values that are read or copied are the same in every pass, unless they depend on
-weights. So one pass is recorded in `Notes`: the values that it read, the values that it copied, and which tensors
-depend on weights. Then the pass is captured, and gets the recorded values instead of reading and copying.
+weights. So one pass is recorded in `Notes`: the values read, the values copied, and which tensors depend on weights.
+Then the pass is captured, and gets the recorded values instead of reading and copying.
 
 Invariants: a pass that reads on the host what depends on weights (a mixture of experts) is not captured. Before the
 capture the pass runs once more with the recorded values, and must give the same output. In this trial torch refuses

@@ -1,9 +1,9 @@
 """FSDP2: each rank holds its part of every parameter, gradient and moment, for models that do not fit one device.
 
-In: a model in host memory, and the ranks. Out: a `ShardedForward`, which runs every forward pass, and functions that
-gather a whole tensor from the ranks' parts, or cut a rank's part from a whole tensor. No other module handles a DTensor
-(FSDP's type of a sharded tensor). A layer of the decoder or of the vision tower is whole on a device only while it
-computes. The rest of the model (embeddings, head, the first and last layers of the vision tower) is whole during a
+In: a model in host memory, and the ranks. Out: a `ShardedForward`, which runs every forward pass. Also functions: one
+gathers a whole tensor from the ranks' parts, another cuts a rank's part from a whole tensor. No other module handles a
+DTensor (FSDP's type of a sharded tensor). A layer of the decoder or of the vision tower is whole on a device only while
+it computes. The rest of the model (embeddings, head, the first and last layers of the vision tower) is whole during a
 pass.
 
 Invariants: the whole model is never on one device. All ranks make the same passes and the same calls of `whole` in the

@@ -4,8 +4,8 @@ This process decides what to run, and writes `recipe.json`. Each stage runs in a
 train`, under torchrun if there are several ranks), because a process can start an engine on the GPU only once. This
 process waits for the stage's process, and reads the results from the stage's folder. It does not import torch.
 
-The files on disk decide what is run next. If the command is given again, stages that have ended are not repeated, and
-a stage that was killed continues from its newest checkpoint. If this process ends, the stage's process ends too.
+The files on disk decide what is run next. If the command is given again, ended stages are not repeated. A killed stage
+continues from its newest checkpoint. If this process ends, the stage's process ends too.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ class ServerBackend(RolloutBackend):
     """Makes rollouts with the run's rollout servers. `token`: the bearer token. `vocab_size`: the learner's vocabulary
     size, which every server must have. `pixel_share`: share of the samples whose rollouts get digests of their
     processed images. `images` reads photographs that are augmented. `on_call` is called with the record of every
-    `stream`, in the thread that iterated it. The attribute `membership` has the servers that the ranks agreed on, and
-    the weights that must answer; the weight sync sets it."""
+    `stream`, in the thread that iterated it. The attribute `membership` has the servers on which the ranks agreed, and
+    the weights that must answer. The weight sync sets it."""
 
     def __init__(
         self,

@@ -2,10 +2,9 @@
 every rank.
 
 In: servers that a rank has lost, requests of the user and the cluster, and servers that failed a sync. Out: the next
-`Membership` on all ranks, and the changes since the last `agree`. A sync goes to the servers that serve and to the
-servers that are ready to serve; after the sync, only the servers that completed it serve (D15, R40). `ReturnWatch`
-polls the servers that are left out, and checks their new processes, in the background, so that no step waits for these
-checks.
+`Membership` on all ranks, and the changes since the last `agree`. A sync goes to the servers that serve or are ready to
+serve. After the sync, only the servers that completed it serve (D15, R40). `ReturnWatch` polls the servers that are
+left out, and checks their new processes, in the background, so that no step waits for these checks.
 """
 
 from __future__ import annotations

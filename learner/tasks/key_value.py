@@ -251,8 +251,8 @@ def _decoded(string: bytes) -> str | None:
 
 
 def _cut(parsed: ParsedFields, kept: int) -> tuple[int, str, int]:
-    """Return the number of prefix tokens that hold the first `kept` entries, the text with which the tail begins, and
-    how many entries are kept.
+    """Return three values: the number of prefix tokens with the first `kept` entries, the text with which the tail
+    begins, and the number of kept entries.
 
     A token may hold a pair's end and the text after it. Then the prefix ends before that token, and the tail repeats
     the pair's last bytes. If these bytes are not whole characters, one pair less is kept.

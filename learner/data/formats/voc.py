@@ -1,8 +1,8 @@
 """`voc`: Pascal VOC, one XML file per image.
 
-The path is a folder of XML files, which may be in sub-folders, or a text file that lists names of XML files, one per
-line (as VOC's `ImageSets`). Pixel coordinates are used unchanged. `difficult` makes ignore regions. If CVAT's attribute
-`rotation` turns a rectangle, the enclosing box is used.
+The path is a folder or a text file. The folder has XML files, also in sub-folders. The text file lists names of XML
+files, one per line (as VOC's `ImageSets`). Pixel coordinates are used unchanged. `difficult` makes ignore regions. If
+CVAT's attribute `rotation` turns a rectangle, the enclosing box is used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Computes rewards of detection answers, and what each object adds (`reward.weights`, `grpo.credit: object`).
 
-In: an assignment, of which only the parsed answer is used, because each reward makes its own one-to-one matching. Out:
-numbers from 0 to 1 by name, larger for better answers.
+In: an assignment. Only its parsed answer is used, because each reward makes its own one-to-one matching. Out: numbers
+from 0 to 1 by name, larger for better answers.
 
     f1          F1 at IoU 0.5 of objects with the same description
     f1_miou     mean of F1 at IoU 0.50, 0.55, ..., 0.95, of the same objects
