@@ -416,8 +416,8 @@ class UpdateWeightsCall(WireModel):
 
 class ExpectScoresCall(WireModel):
     """The learner's own log-probabilities, with which the canary of update `ver` compares the served ones. They are
-    sent while the update is under way, or just before: the learner computes them while the buckets travel. The answer
-    only says that they have arrived; the verdict is the answer to `/update_weights/`."""
+    computed before the update begins, and sent when all buckets were. The answer only says that they have arrived; the
+    verdict is the answer to `/update_weights/`."""
 
     incarnation: Name
     ver: int = Field(ge=0, lt=2**63)
