@@ -173,7 +173,8 @@ class Trainer:
         training = self.config.training
         self.restore()
         self.journal.begin(step=self.state.global_step, total_steps=self.total_steps)
-        # The state is noted here too. So a checkpoint before the next step has the carried samples.
+        # Done here as after each step, so that a checkpoint saved before the first step of this process also names the
+        # samples that the resumed run had begun and not learned.
         self.mark_boundary()
         if self.evaluates_first():
             self.evaluate()

@@ -27,8 +27,8 @@ _HANG_UP_S = 5.0  # seconds in which `/health/` answers 503 after the engine's d
 
 
 class _UvicornServer(uvicorn.Server):
-    """uvicorn's server. The kernel may queue more connections than asyncio accepts at once, although asyncio has one
-    number for both. `streams`: the file descriptors that the server prints to."""
+    """uvicorn's server with a longer kernel queue of connections. asyncio would use one number for the length of that
+    queue and for the connections that it accepts at once. `streams`: the file descriptors that the server prints to."""
 
     def __init__(self, config: uvicorn.Config, *, streams: Collection[int]) -> None:
         super().__init__(config)

@@ -30,8 +30,8 @@ _RARE = 5  # min boxes of a class; a class with fewer is reported
 # (README.md), so 20 leave about 0.1, which is as much as training gains.
 LEAST_HELD_OUT = 20
 _MISPLACED = ("no_area", "outside_image")
-# In two tests with a wrong unit the share was larger: of YOLO labels in pixels, 464 of 513 boxes were lost, and of COCO
-# boxes given as corners, 358 of 476 were cut.
+# Measured with a wrong unit: 464 of 513 boxes were misplaced (YOLO labels in pixels), and 358 of 476 (COCO boxes given
+# as corners).
 _MOST_MISPLACED = 0.25  # share of misplaced boxes; above it the unit is probably wrong
 
 

@@ -270,7 +270,7 @@ def _asks(line: Mapping[int, InputImage]) -> dict[int, list[int]]:
     """Return the indexes of images that are asked together, by the index of the first of these images."""
     found: dict[int, list[int]] = {}
     for place, image in line.items():
-        # The first image is missing in `line` if a command was interrupted within a record.
+        # The index of a record's first image is computed, because a resumed command may lack that image in `line`.
         found.setdefault(place - (image.number - 1), []).append(place)
     return found
 

@@ -67,7 +67,9 @@ class Measured:
     sampled: Counts  # [N, K, columns]
     exposure: Floats  # [N, kinds, 3] `exposure.Compared.sums`; zeros for a scene that is not compared
     validation: MeasuredSplit | None = None
-    gaps: Floats | None = None  # [N, 3] numbers of labels, of finds without a label, of right finds; None: not known
+    # [N, 3] number of labels, number of predicted boxes without a label, and how many of these boxes are right by
+    # estimate; None: not known
+    gaps: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True)

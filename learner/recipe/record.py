@@ -94,7 +94,7 @@ class Record:
     headroom: Mapping[str, FeatureEstimate] = field(default_factory=dict)  # what `grpo` measured before its first step
     grpo: str = ""  # the reason to run `grpo`; empty if it was not decided to run it
     no_grpo: str = ""  # the reason not to run `grpo`; empty if that was not decided
-    extended: bool = False  # True: `grpo` is not run, and `sft` goes on for its minutes
+    extended: bool = False  # True: `grpo` is not run, and `sft` goes on for the minutes kept for `grpo`
     ended: str = ""  # the reason why the recipe has ended; empty while it goes on
     best_of: str = START  # name of the stage with the best weights; START if no stage is better than the start
     best_score: float | None = None  # value of `metric` of the best weights; None before the first stage has ended

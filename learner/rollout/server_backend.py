@@ -79,7 +79,7 @@ class _StreamJob:
     config: RequestConfig
     record: RolloutCallLog
     members: Sequence[Member]  # servers that served when the stream began
-    served: ServedWeights | None  # the weights that must answer; None: before the first sync, not checked
+    served: ServedWeights | None  # answers must come from these weights; None: no sync yet, so this is not checked
 
 
 class _Rollouts(RolloutStream):

@@ -226,7 +226,8 @@ class TokenPieces:
 
 @lru_cache(maxsize=8)
 def pieces_of(tokenizer: Tokenizer) -> TokenPieces:
-    """Return the pieces of `tokenizer`. The same tokenizer gives the same object, so caches are shared."""
+    """Return the object that gives the bytes of each token of `tokenizer`. All callers with the same tokenizer get the
+    same object, so they share its caches."""
     return TokenPieces(tokenizer)
 
 

@@ -18,8 +18,8 @@ class CompleteConfig(Section):
     trainer variant."""
 
     rollouts: int = key("answers to each training image", 4, unit="rollouts", req="D20 R48", ge=2)
-    # No number suits every model: of the boxes with 2 of 4 votes, 84% were right on digits, and 33% on cells by their
-    # published labels.
+    # No fixed number suits all data: of the boxes that 2 of 4 answers agreed on, 84% were right on the digits data set,
+    # but 33% on the cells data set (judged by its published labels).
     min_votes: Literal["auto"] | int = key(
         "how many of the answers must have a box. `auto`: the number from which on the most labels are gained, right "
         "ones minus wrong ones, as estimated from how the boxes and the labelled objects look, or from the votes if "

@@ -121,7 +121,9 @@ def _votes(cluster: Cluster) -> tuple[bool, int]:
 def _support(
     cluster: Cluster, obj: DetectionObject, told: Sequence[Sequence[ObjectLogprobs]], drawn: int
 ) -> list[float]:
-    """Return the features `greedy` to `coord_least`."""
+    """Return how well the answers support the object: the features `greedy` to `coord_least` of FEATURES. They are
+    whether the greedy answer has it, its share of votes, its mean IoU with the drawn boxes, its name's share, and mean
+    log-probabilities of its name and coordinates."""
     in_greedy, votes = _votes(cluster)
     own = [told[m.answer][m.place] for m in cluster.members]
     others = [m.object for m in cluster.members if m.answer]
