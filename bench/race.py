@@ -84,7 +84,6 @@ class Race:
     on_gpu: bool
     share: float  # vLLM's share of the GPU's memory
     compile_engine: bool  # this project's
-    auto_checkpointing: bool  # this project's: only layers that memory asks for are computed again
     limit_s: float  # a side's time limit
 
     @property
@@ -213,7 +212,7 @@ def learner_settings(race: Race, run_dir: Path) -> dict[str, Any]:
         },
         model={
             "dtype": "bfloat16" if race.on_gpu else "float32",
-            "gradient_checkpointing": "auto" if race.auto_checkpointing else True,
+            "gradient_checkpointing": True,
             **({} if race.whole_model else LORA),
         },
         training={"learning_rate": 1e-5, "bf16": race.on_gpu, "save_on_end": False},
@@ -405,7 +404,6 @@ def race_of(
     share: float,
     row_tokens: int | None = None,
     compile_engine: bool = True,
-    auto_checkpointing: bool = False,
     limit_s: float = 0.0,
 ) -> Race:
     """Return the race with these options; makes the model and the large photographs in `scratch`, if they are not
@@ -429,7 +427,6 @@ def race_of(
         on_gpu=on_gpu,
         share=share,
         compile_engine=compile_engine,
-        auto_checkpointing=auto_checkpointing,
         limit_s=limit_s,
     )
 
@@ -473,9 +470,6 @@ def main(
     ] = None,
     share: Annotated[float, typer.Option(help="Of the GPU's memory, for vLLM.")] = 0.3,
     compile_engine: Annotated[bool, typer.Option(help="vLLM compiles its model (`vllm.compile`).")] = True,
-    auto_checkpointing: Annotated[
-        bool, typer.Option(help="This project computes only as many layers again as memory asks for.")
-    ] = False,
     limit: Annotated[float, typer.Option(help="Seconds after which a side is stopped.")] = 420.0,
     scratch: Annotated[Path, typer.Option(help="For the model and large photographs, kept there.")] = Path("/dev/shm"),
 ) -> None:
@@ -493,7 +487,6 @@ def main(
         share=share,
         row_tokens=row_tokens,
         compile_engine=compile_engine,
-        auto_checkpointing=auto_checkpointing,
         limit_s=limit,
     )
     same = {name: value for name, value in asdict(race).items() if name not in ("limit_s", "data", "model")}

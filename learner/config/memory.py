@@ -11,7 +11,6 @@ Attention stores no square matrix. The output head takes LOGITS_CHUNK tokens at 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -34,7 +33,6 @@ COMPILED_FROM = 5e8  # min number of parameters of a model that `model.compile: 
 COMPILED_LOGITS, EAGER_LOGITS = 4, 14
 # Estimates were up to 12% off.
 FILLED = 0.9  # an estimate above this share of a GPU's memory may not fit
-SHARES = 20  # a share of layers is a multiple of 1 / SHARES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +81,7 @@ class Use:
     weight_bytes: int = 2  # bytes per weight
     autocast: bool = True  # `training.bf16`: activations are in bfloat16
     lora_rank: int | None = None  # None: no adapter, all weights are trained
-    checkpointing: float = 1.0  # gradient checkpointing: share of the layers that are computed again
+    checkpointing: bool = True  # gradient checkpointing
     compiled: bool = True
     vision_trained: bool = True
     parts: int = 1  # number of ranks over which the model is sharded; 1: every rank has all weights
@@ -214,10 +212,11 @@ def _of_a_row(shape: ModelShape, use: Use) -> tuple[int, int]:
     kept, largest = 0, 0
     for tower, tokens in towers:
         layer = tokens * (4 * tower.hidden * stream + (tower.values - 4 * tower.hidden) * inside)
-        again = use.checkpointing * tokens * tower.hidden * stream
-        kept += int(tower.layers * (again + (1.0 - use.checkpointing) * layer * eager))
         if use.checkpointing:
+            kept += tower.layers * tokens * tower.hidden * stream
             largest = max(largest, int(layer * (1 + eager)))
+        else:
+            kept += int(tower.layers * layer * eager)
     if use.autocast and use.weight_bytes > 2:
         kept += 2 * shape.num_parameters  # autocast keeps a bfloat16 copy of all weights while a row is learned
     a_logit = COMPILED_LOGITS if use.compiled else EAGER_LOGITS
@@ -228,10 +227,9 @@ def _of_a_row(shape: ModelShape, use: Use) -> tuple[int, int]:
 # ---- of a run ------------------------------------------------------------------------------------------------------
 
 
-def of_run(config: RunConfig, world_size: int, checkpointing: float | None = None) -> MemoryEstimate | None:
+def of_run(config: RunConfig, world_size: int) -> MemoryEstimate | None:
     """Return the estimated memory that learning takes on each GPU of the run. None if `model.path` has no readable
-    `config.json` on this machine. `checkpointing`: share of the layers that are computed again; None: what the
-    configuration asks for, at most."""
+    `config.json` on this machine."""
     shape = _shape_at(Path(config.model.path))
     if shape is None:
         return None
@@ -244,29 +242,12 @@ def of_run(config: RunConfig, world_size: int, checkpointing: float | None = Non
             weight_bytes=2 if model.dtype == "bfloat16" else 4,
             autocast=config.training.bf16,
             lora_rank=model.lora.r if model.lora else None,
-            checkpointing=bool(model.gradient_checkpointing) if checkpointing is None else checkpointing,
+            checkpointing=model.gradient_checkpointing,
             compiled=compiled and not shards(config, world_size),
             vision_trained="model.visual." not in model.freeze,
             parts=world_size if shards(config, world_size) else 1,
         ),
     )
-
-
-def recomputed_share(config: RunConfig, world_size: int, gpu_bytes: int | None) -> float:
-    """Return the share of the layers whose activations are computed again in the backward pass. `gpu_bytes`: memory of
-    a rank's GPU; None: not known."""
-    wanted = config.model.gradient_checkpointing
-    if wanted != "auto" or gpu_bytes is None or of_run(config, world_size) is None:
-        return float(bool(wanted))
-
-    def needs(share: float) -> float:
-        found = of_run(config, world_size, share)
-        return math.inf if found is None else found.total
-
-    room, engine = FILLED * gpu_bytes, engine_share(config) * gpu_bytes
-    if config.rollout_matching.vllm.sleep == "auto" and needs(1.0) + engine <= room:
-        room -= engine  # vLLM stays awake, and must not be made to sleep
-    return next((n / SHARES for n in range(SHARES) if needs(n / SHARES) <= room), 1.0)
 
 
 def _shape_at(folder: Path) -> ModelShape | None:

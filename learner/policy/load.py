@@ -31,7 +31,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from learner.config.sections.grpo import GrpoConfig
 from learner.config.sections.model import ModelConfig
@@ -134,14 +133,8 @@ class Policy:
         decoder = self.model.get_decoder()
         looked_up = {id(p) for p in decoder.get_input_embeddings().parameters()}
         weights = [p for p in decoder.parameters() if id(p) not in looked_up]
-        layers = _layers(decoder)
-        again = 2 * sum(layer.gradient_checkpointing for layer in layers) / max(1, len(layers))
+        again = 2 if self.model.is_gradient_checkpointing else 0
         return float(sum((4 + again + 2 * p.requires_grad) * p.numel() for p in weights))
-
-    @property
-    def num_recomputed(self) -> int:
-        """The number of layers whose activations the backward pass computes again."""
-        return sum(layer.gradient_checkpointing for layer in _layers(self.model))
 
     def peak_gib(self) -> float | None:
         """Return the peak of the GPU memory that torch allocated since the last call, in GiB; None without a GPU."""
@@ -325,12 +318,10 @@ def load_policy(
     image_rules: ImageRules | None = None,
     loss: LossFunction | None = None,
     grpo: GrpoConfig | None = None,
-    recomputed: float = 1.0,
 ) -> Policy:
     """Load model and processor from `config.path`, add an adapter, freeze parameters, and put the model on `device`.
     `shard_over`: the model is sharded over these ranks, which must all call this. `loss`: the user's loss function.
-    `grpo`: the settings of a policy gradient. `recomputed`: with gradient checkpointing, the share of the layers that
-    the backward pass computes again.
+    `grpo`: the settings of a policy gradient.
 
     The path may also be an adapter's folder (a checkpoint of a LoRA/DoRA run): then its base model is loaded too.
     Raises ConfigError if there is no model at the path, or its family is untested or known not to work. Also raises it
@@ -350,8 +341,6 @@ def load_policy(
         # Reentrant checkpointing would lose the gradients of a layer whose input has no gradient. With adapters, the
         # first layer is such a layer.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for i, layer in enumerate(_layers(model)):  # the layers that are recomputed are spread evenly over the model
-            layer.gradient_checkpointing = int((i + 1) * recomputed) > int(i * recomputed)
     sharded = shard(model, shard_over) if shard_over else None
     if sharded is None:
         model.to(device)  # moves the adapters, too
@@ -369,11 +358,6 @@ def load_policy(
         loss=loss,
         grpo=grpo,
     )
-
-
-def _layers(model: torch.nn.Module) -> list[GradientCheckpointingLayer]:
-    """Return the layers of vision tower and decoder that gradient checkpointing may compute again."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def _load_model(path: str, dtype: torch.dtype, device: torch.device, *, allow_untested: bool) -> PreTrainedModel:

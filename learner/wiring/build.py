@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 
 from learner.config.inference import INFERENCE_NAME, settings_of
 from learner.config.load import write_resolved
-from learner.config.memory import recomputed_share
 from learner.config.modes import colocates, learns_rollouts, needs_rollouts
 from learner.config.plan import Plan, resolve, shards
 from learner.config.schema import RunConfig
@@ -214,8 +213,6 @@ def _basis(config: RunConfig, plan: Plan, ranks: Ranks) -> Basis:
     # The seed is set before the model is made, because a new adapter begins with random numbers.
     torch.manual_seed(config.training.seed)
     shard_over = ranks if shards(config, ranks.world_size) else None
-    on_gpu = ranks.device.type == "cuda"
-    gpu_bytes = torch.cuda.get_device_properties(ranks.device).total_memory if on_gpu else None
     policy = load_policy(
         config.model,
         device=ranks.device,
@@ -224,7 +221,6 @@ def _basis(config: RunConfig, plan: Plan, ranks: Ranks) -> Basis:
         image_rules=config.data.image_rules,
         loss=loss_function(config),
         grpo=config.grpo if config.custom.trainer_variant == "grpo" else None,
-        recomputed=recomputed_share(config, ranks.world_size, gpu_bytes),
     )
     policy.broadcast(ranks)
     task = make_task(config.task, policy.tokenizer)
@@ -237,8 +233,7 @@ def _tell_start(basis: Basis, log: MetricsLog, console: Console) -> None:
     """Log whether the model is compiled, or why not; with a GPU, print this reason too. Log the numbers of samples.
     Print the numbers of dropped and clipped records, one line per split."""
     policy, data = basis.policy, basis.data
-    said = {"compiled": not policy.why_not_compiled, "why_not": policy.why_not_compiled}
-    log.write("model", {**said, "recomputed_layers": policy.num_recomputed})
+    log.write("model", {"compiled": not policy.why_not_compiled, "why_not": policy.why_not_compiled})
     if policy.why_not_compiled and policy.device.type == "cuda":
         console.note(f"not compiled: {policy.why_not_compiled}")
     log.write(

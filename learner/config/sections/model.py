@@ -48,11 +48,7 @@ class ModelConfig(Section):
     )
     # Off by default: a 4B model on an H200 reached 0.655 of the rate of plain matrix products without gradient
     # checkpointing, and 0.501 with it.
-    gradient_checkpointing: Literal["auto"] | bool = key(
-        "save memory: recompute activations in the backward pass. `auto`: of as few layers as the GPU's memory allows, "
-        "as estimated for rows of `global_max_length` tokens, beside colocated vLLM if it then stays awake",
-        False,
-    )
+    gradient_checkpointing: bool = key("save memory: recompute activations in the backward pass", False)
     # A 4B model on an H200 reached 0.655 of the rate of plain matrix products compiled, and 0.453 not compiled.
     compile: Literal["auto"] | bool = key(
         "compile the model's layers and the loss for learning, with torch.compile. The first row triggers compilation, "

@@ -147,7 +147,6 @@ def test_a_rival_has_its_own_packages_and_one_that_fails_is_named_with_its_last_
         on_gpu=False,
         share=0.3,
         compile_engine=True,
-        auto_checkpointing=False,
         limit_s=120.0,
     )
     assert not run_side("trl-best", race, results, tmp_path / "logs", tmp_path)

@@ -148,41 +148,6 @@ def test_a_run_is_estimated_by_its_configuration(tmp_path: Path) -> None:
     assert sharded == estimate(shape_of(MODELS["4B"]), Use(row_tokens=16_384, parts=4, compiled=False))
 
 
-AUTO = {"model.gradient_checkpointing": "auto", "model.dtype": "bfloat16", "training.bf16": True}
-
-
-@pytest.mark.parametrize(
-    ("gib", "changes", "wanted"),
-    [
-        (24, {}, 1.0),
-        (80, {}, 0.5),
-        (200, {}, 0.0),
-        (80, COLOCATED, 0.75),
-        (80, COLOCATED | {"custom.extra.rollout_matching.vllm.sleep": "always"}, 0.5),
-        (24, COLOCATED, 1.0),
-        (80, {"model.gradient_checkpointing": True}, 1.0),
-        (24, {"model.gradient_checkpointing": False}, 0.0),
-        (None, {}, 1.0),
-    ],
-)
-def test_as_few_layers_are_computed_again_as_memory_allows(
-    tmp_path: Path, gib: int | None, changes: dict[str, Any], wanted: float
-) -> None:
-    """An awake engine keeps its memory; one that sleeps lends it."""
-    (tmp_path / "config.json").write_text(json.dumps(MODELS["4B"]))
-    local = {**AUTO, "model.path": str(tmp_path), "global_max_length": 16_384, "model.lora": {"r": RANK}}
-    config = config_of(changed(minimal(), {**local, **changes}))
-    share = memory.recomputed_share(config, 1, gib and gib * memory.GIB)
-    assert share == wanted
-    if 0 < share < 1 and gib is not None:
-        awake = memory.engine_share(config) if config.rollout_matching.vllm.sleep == "auto" else 0.0
-        room = (memory.FILLED - awake) * gib * memory.GIB
-        totals = [memory.of_run(config, 1, share - less) for less in (0.0, 1 / memory.SHARES)]
-        assert totals[0] is not None
-        assert totals[1] is not None
-        assert totals[0].total <= room < totals[1].total
-
-
 def test_an_adapter_has_the_shape_of_its_base(tmp_path: Path) -> None:
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     for folder in (base, adapter):
