@@ -207,7 +207,7 @@ class DataConfig(Section):
 
     @property
     def bad_records(self) -> Mapping[BadKind, BadAction]:
-        """What to do with bad records: each kind -> `error`, `drop` or `clip`, from `on_bad_record`."""
+        """The action for each kind of bad record, from `on_bad_record`: `error`, `drop` or `clip`."""
         rule = self.on_bad_record
         if isinstance(rule, dict):
             return {kind: rule.get(kind, "error") for kind in _BAD_KINDS}
