@@ -74,10 +74,8 @@ NOBODY: Mapping[str, ProjectError] = MappingProxyType({})
 # made.
 CAPTURED_AFTER = 2
 SENT_AHEAD = 2  # max unfinished broadcasts when another starts; with fewer the network idles, more take more memory
-log = logging.getLogger("learner.sync")
-
-
 NO_SCORES = CanaryScores(read=list, merge_gap=0.0)
+log = logging.getLogger("learner.sync")
 
 
 class ServerDelivery:
@@ -360,7 +358,7 @@ class ServerDelivery:
             raise
         replies = {link.base_url: post.result() for link, post in posts}
         for base_url, reply in replies.items():
-            check_reply((ver, *sizes(call.buckets)), reply, base_url)
+            check_reply(ver, call.buckets, reply, base_url)
         # The time of a slow newcomer must not lengthen the limit of the next one.
         if not self._has_newcomers:
             self._usual_s = time.monotonic() - began
@@ -435,13 +433,10 @@ def digest_of(seals: Sequence[torch.Tensor]) -> str:
     return hashlib.blake2b(torch.cat(list(seals)).cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def sizes(buckets: Sequence[Bucket]) -> tuple[int, int]:
-    """Return the number of bytes and the number of tensors in all buckets."""
-    return sum(bucket.num_bytes for bucket in buckets), sum(len(bucket.tensors) for bucket in buckets)
-
-
-def check_reply(wanted: tuple[int, int, int], reply: UpdateWeightsReply, base_url: str) -> None:
-    """Raises SyncError if the reply of the server at `base_url` is not `wanted`: (version, bytes, tensors)."""
+def check_reply(ver: int, buckets: Sequence[Bucket], reply: UpdateWeightsReply, base_url: str) -> None:
+    """Raises SyncError unless the server at `base_url` confirms version `ver` with the bytes and tensors of
+    `buckets`."""
+    wanted = (ver, sum(bucket.num_bytes for bucket in buckets), sum(len(bucket.tensors) for bucket in buckets))
     found = (reply.ver, reply.num_bytes, reply.num_tensors)
     if found != wanted:
         raise SyncError(
