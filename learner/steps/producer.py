@@ -251,7 +251,7 @@ class Producer:
             self._count_call()
             packs, drops = self._queue.finish_call()
             for pack in packs:
-                self._segments[pack.index] = [segments[place - call.start] for place in pack.places]
+                self._segments[pack.index] = [segments[place - call.places.start] for place in pack.places]
             self._forget(drops)
             self._changed.notify_all()
 

@@ -147,16 +147,11 @@ class ServedVersion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One permitted generation call: the places `[start, stop)` of this rank's part of a share."""
+    """One permitted generation call: neighbouring places of this rank's part of a share."""
 
     share: int
-    start: int
-    stop: int
+    places: range
     by: ServedVersion
-
-    @property
-    def places(self) -> range:
-        return range(self.start, self.stop)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,16 +231,15 @@ class ShareQueue:
     def may_start(self) -> bool:
         """True if a generation call may start: no sync waits for calls to end (fence), no call is in flight, a share
         has samples without rollouts, and the queue has room."""
-        return self.phase == "open" and self.in_flight is None and self._next_run() is not None
+        return self.phase == "open" and self.in_flight is None and self._next_call() is not None
 
     def start_call(self) -> Call:
         """Start a call for the most urgent share that has samples without rollouts: up to `call_size` neighbouring
         places."""
-        run = self._next_run() if self.in_flight is None else None
-        assert run is not None, f"a call was started in phase {self.phase}"
-        share, start, stop = run
-        self.in_flight = Call(share=share, start=start, stop=stop, by=self.served)
-        return self.in_flight
+        call = self._next_call() if self.in_flight is None else None
+        assert call is not None, f"a call was started in phase {self.phase}"
+        self.in_flight = call
+        return call
 
     def finish_call(self) -> tuple[list[Pack], list[Drop]]:
         """End the call in flight. Return its packs, and the packs that were dropped to make room. If the call's share
@@ -272,9 +266,9 @@ class ShareQueue:
         assert self.in_flight is not None, "no call is in flight"
         self.in_flight = None
 
-    def _next_run(self) -> tuple[int, int, int] | None:
-        """Return (share, first place, last place + 1) of the next call; None: no call. Shares other than the most
-        urgent one are made only while fewer than `start_below` packs wait, and only as many places as fit the queue."""
+    def _next_call(self) -> Call | None:
+        """Return the next call; None: no call. Shares other than the most urgent one are made only while fewer than
+        `start_below` packs wait, and only as many places as fit the queue."""
         for urgency, share in enumerate(self._makeable()):
             missing = self._missing(share)
             if not missing:
@@ -288,7 +282,7 @@ class ShareQueue:
                 most = min(most, (self.keep_at_most - len(self.queue)) * self.samples_per_pack)
             start = missing[0]
             run = next((i for i, p in enumerate(missing) if p != start + i), len(missing))
-            return share, start, start + min(run, most)
+            return Call(share=share, places=range(start, start + min(run, most)), by=self.served)
         return None
 
     def _makeable(self) -> tuple[int, ...]:
@@ -311,7 +305,7 @@ class ShareQueue:
 
     def want(self, shares: Sequence[int]) -> list[Drop]:
         """From now on let only `shares` be made, the most urgent first. Drop and return the packs of other shares."""
-        is_idle = self.phase == "open" and self.in_flight is None and self._next_run() is None
+        is_idle = self.phase == "open" and self.in_flight is None and self._next_call() is None
         self._stood_still |= is_idle and self._next_pack > 0
         self.wanted = tuple(shares)
         return [self._drop(pack, "unwanted") for pack in list(self.queue) if pack.share not in self.wanted]

@@ -114,7 +114,7 @@ class LateProducer:
                 at = self._ends
                 ids = [sample.sample_id for sample in self._stages.read(call.share, call.places).samples]
                 for pack in self._queue.finish_call()[0]:
-                    places = [place - call.start for place in pack.places]
+                    places = [place - call.places.start for place in pack.places]
                     self._segments[pack.index] = [segment(ids[place], call.by.ver) for place in places]
             elif self._queue.may_start:
                 seconds = clock.share_s * len(self._queue.start_call().places) / SAMPLES

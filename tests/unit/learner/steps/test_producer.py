@@ -186,7 +186,7 @@ def test_after_stop_late_errors_are_only_logged(caplog: pytest.LogCaptureFixture
     assert "the client was closed" in caplog.text
 
 
-CALL = Call(share=4, start=0, stop=2, by=ServedVersion(ver=3, updates=0))
+CALL = Call(share=4, places=range(2), by=ServedVersion(ver=3, updates=0))
 
 
 @pytest.mark.parametrize(
