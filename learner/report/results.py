@@ -90,9 +90,13 @@ def verdict(runs: Sequence[Progress]) -> str | None:
         text += "the interval of the change includes zero, so no gain is shown."
     text += _tested(main.run)
     for other in runs[1:]:
-        if other.after and other.f1_after and gain_between(main.after, other.after):
+        lead = gain_between(main.after, other.after)
+        if other.after and other.f1_after and lead:
             text += f" For comparison, {other.run.name} ended at {other.f1_after.value:.3f} after "
-            text += f"{other.after.global_step} steps{_against(main, other)}."
+            text += f"{other.after.global_step} steps"
+            if _tone(lead):  # the interval of the difference does not include zero
+                text += f", {abs(lead.value):.3f} {'ahead' if lead.value > 0 else 'behind'}"
+            text += "."
     return text
 
 
@@ -109,15 +113,6 @@ def _tested(run: RunRecord) -> str:
     scenes = f"{found.num_scenes} test scenes" if found.num_scenes else "the test set"
     value = f"{found.value:.3f} {interval(found)}".rstrip()
     return f" On {scenes} it is {value}, scored once, at step {run.test.global_step}."
-
-
-def _against(main: Progress, other: Progress) -> str:
-    """Return by how much the F1 of `other` is above or below the F1 of `main`, in words; empty if the interval of the
-    difference includes zero."""
-    lead = gain_between(main.after, other.after)
-    if lead is None or not _tone(lead):
-        return ""
-    return f", {abs(lead.value):.3f} {'ahead' if lead.value > 0 else 'behind'}"
 
 
 def cards(runs: Sequence[Progress]) -> list[Card]:
@@ -197,7 +192,9 @@ def _missing(progress: Progress, main: RunRecord) -> list[str]:
     run, said = progress.run, []
     said += _bad_records(run)
     if run.status.ended in ("stopped", "failed") or (run.status.ended and run.status.because):
-        said.append(f"The run {run.status.ended}, {_because(run)}.")
+        when = f"after step {run.steps[-1].global_step}" if run.steps else "before its first step"
+        because = f": {run.status.because}" if run.status.because else ""
+        said.append(f"The run {run.status.ended}, {when}{because}.")
     if not run.steps:
         said.append("No optimizer step is recorded yet.")
     if not run.evals:
@@ -213,11 +210,6 @@ def _missing(progress: Progress, main: RunRecord) -> list[str]:
     fallbacks = [sync.receipt for sync in run.syncs if sync.receipt.fallback]
     said += [f"From ver {s.ver} on all weights were synced, not the adapter: {s.fallback}" for s in fallbacks]
     return said
-
-
-def _because(run: RunRecord) -> str:
-    step = f"after step {run.steps[-1].global_step}" if run.steps else "before its first step"
-    return f"{step}: {run.status.because}" if run.status.because else step
 
 
 def _bad_records(run: RunRecord) -> list[str]:
@@ -294,13 +286,11 @@ def retained_table(progress: Progress, *, named: bool = False) -> Table | None:
     `data.retain`; None without such sets. `named`: the table's head has the run's name."""
     points = [point for point in progress.run.evals if point.metrics]
     found = changes(points[0].metrics, points[-1].metrics) if len(points) > 1 else []
+    if not found:
+        return None
+    head = f"{progress.run.name}: {found[0].metric}" if named else found[0].metric
     rows = [[one.data, f"{one.before:.3f}", f"{one.after:.3f}", f"{one.after - one.before:+.3f}"] for one in found]
-    head = f"{progress.run.name}: {found[0].metric}" if found and named else found[0].metric if found else ""
-    return (
-        Table([head, f"Step {points[0].global_step}", f"Step {points[-1].global_step}", "Change"], rows)
-        if rows
-        else None
-    )
+    return Table([head, f"Step {points[0].global_step}", f"Step {points[-1].global_step}", "Change"], rows)
 
 
 def metrics_table(runs: Sequence[Progress], *, only: Sequence[str] = ()) -> Table | None:
