@@ -185,9 +185,6 @@ class ChosenLogprobs:
         self._steps.append(self._now.gather(1, scores.argmax(-1, keepdim=True))[:, 0])
         return scores
 
-    def around(self, processors: LogitsProcessorList) -> LogitsProcessorList:
-        return LogitsProcessorList([self.raw, *processors, self.chosen])
-
     def of(self, lengths: Sequence[int]) -> list[tuple[float, ...]]:
         """Return for each sequence b the log-probabilities of its first `lengths[b]` tokens."""
         # All values are copied from the device at once: for each single value the host would wait for the device.
@@ -374,10 +371,7 @@ class HfBackend(RolloutBackend):
         pad_token_id = self._stop_ids[0]  # fills a sequence after its answer's end, where no token is read
         try:
             inputs = pad_left(
-                prompts,
-                pad_token_id=pad_token_id,
-                image_token_id=image_token_id(policy.model),
-                device=policy.device,
+                prompts, pad_token_id=pad_token_id, image_token_id=image_token_id(policy.model), device=policy.device
             )
             settings = GenerationConfig(
                 max_new_tokens=decoding.max_new_tokens,
@@ -394,7 +388,7 @@ class HfBackend(RolloutBackend):
             pulse = Pulse(self.tell, inputs["input_ids"].shape[1], said)
             chosen = ChosenLogprobs() if with_logprobs else None
             if chosen is not None:
-                processors = chosen.around(processors)
+                processors = LogitsProcessorList([chosen.raw, *processors, chosen.chosen])
             with torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.bf16):
                 output = policy.model.generate(
                     **inputs,
