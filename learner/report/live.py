@@ -28,7 +28,7 @@ from learner.journal.answers import NAME as ANSWERS
 from learner.records import DetectionObject
 from learner.report.charts import Bar, Chart, Series, Table, bar_chart, line_chart, number, parted
 from learner.report.page import TEMPLATES
-from learner.report.read import Follower, is_run, newest_scenes, read_object, read_sheet
+from learner.report.read import METRICS, is_run, mappings_in, newest_scenes, read_object, read_sheet, run_of
 from learner.report.records import RunRecord
 from learner.report.results import Card, duration
 from learner.report.scenes import LEGEND, Picture, SceneRow, image_roots, load_picture, newest
@@ -77,6 +77,31 @@ class ShownAnswer:
     file: str  # file name of the first image
     shapes: Sequence[tuple[str, str, DetectionObject]]
     tokens: Sequence[tuple[str, str, str]]
+
+
+class Follower:
+    """Reads a run again and again while it goes on, each time only the new lines of `metrics.jsonl`. The scenes of
+    evaluations are not read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._events: list[Mapping[str, object]] = []
+        self._num_read = 0  # number of bytes of `metrics.jsonl` that were read
+
+    def read(self) -> RunRecord:
+        """Return the record of the run, as far as its files are written."""
+        file = self.path / METRICS
+        if file.is_file():
+            with file.open("rb") as lines:
+                if file.stat().st_size < self._num_read:  # a new run writes into the folder
+                    self._events, self._num_read = [], 0
+                lines.seek(self._num_read)
+                for line in lines:
+                    if not line.endswith(b"\n"):
+                        break  # the learner has not written the whole line yet
+                    self._num_read += len(line)
+                    self._events += mappings_in([line.decode(errors="replace")])
+        return run_of(self.path, self._events, 0, with_scenes=False)
 
 
 class LiveView:

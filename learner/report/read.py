@@ -78,31 +78,6 @@ def read_run(path: Path) -> RunRecord:
     return run_of(path, *_read_jsonl(path / METRICS))
 
 
-class Follower:
-    """Reads a run again and again while it goes on, each time only the new lines of `metrics.jsonl`. The scenes of
-    evaluations are not read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._events: list[Mapping[str, object]] = []
-        self._num_read = 0  # number of bytes of `metrics.jsonl` that were read
-
-    def read(self) -> RunRecord:
-        """Return the record of the run, as far as its files are written."""
-        file = self.path / METRICS
-        if file.is_file():
-            with file.open("rb") as lines:
-                if file.stat().st_size < self._num_read:  # a new run writes into the folder
-                    self._events, self._num_read = [], 0
-                lines.seek(self._num_read)
-                for line in lines:
-                    if not line.endswith(b"\n"):
-                        break  # the learner has not written the whole line yet
-                    self._num_read += len(line)
-                    self._events += _objects([line.decode(errors="replace")])
-        return run_of(self.path, self._events, 0, with_scenes=False)
-
-
 def run_of(path: Path, events: Sequence[Mapping[str, object]], damaged: int, *, with_scenes: bool = True) -> RunRecord:
     """Return the record of the run in the folder `path`, whose `metrics.jsonl` has these events and `damaged`
     unreadable lines. `with_scenes` False: scenes and groups are not read."""
@@ -162,11 +137,12 @@ def _read_jsonl(path: Path) -> tuple[list[Mapping[str, object]], int]:
     if not path.is_file():
         return [], 0
     lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    found = _objects(lines)
+    found = mappings_in(lines)
     return found, len(lines) - len(found)
 
 
-def _objects(lines: Iterable[str]) -> list[Mapping[str, object]]:
+def mappings_in(lines: Iterable[str]) -> list[Mapping[str, object]]:
+    """Return the JSON objects among the lines. Other lines are left out."""
     found: list[Mapping[str, object]] = []
     for line in lines:
         try:
@@ -245,7 +221,7 @@ def newest_scenes(run: RunRecord, most: int) -> tuple[int, list[Scene]]:
     if file is None:
         return 0, []
     with file.open(encoding="utf-8", errors="replace") as lines:
-        read = map(read_scene, _objects(islice(lines, most)))
+        read = map(read_scene, mappings_in(islice(lines, most)))
         return step, [scene for scene in read if scene is not None and _is_detection(run.config)]
 
 

@@ -26,8 +26,8 @@ from fastapi.testclient import TestClient
 from learner.__main__ import main
 from learner.config.load import RESOLVED_NAME
 from learner.report import live
-from learner.report.live import covered, create_app
-from learner.report.read import Follower, read_run
+from learner.report.live import Follower, covered, create_app
+from learner.report.read import read_run
 from shared.wire import TOKEN_VARIABLE
 from tests.proxies import watched_proxy
 from tests.unit.learner.report.fake_run import make_scene, write_run
