@@ -38,7 +38,7 @@ import huggingface_hub.utils
 import transformers
 
 from learner.config.sections.logging import LoggingConfig
-from learner.journal.trackers import Pictures, Trackers, numbers
+from learner.journal.trackers import Pictures, Trackers
 from learner.policy.parallel import Ranks
 from learner.records import RolloutCallLog
 from learner.run.files import AppendedLines, writing
@@ -93,7 +93,7 @@ class MetricsLog:
         with self._lock:
             self._lines.append(text)
         if step is not None:
-            self._trackers.scalars({f"{event}/{name}": value for name, value in numbers(values)}, step)
+            self._trackers.scalars({f"{event}/{name}": value for name, value in _numbers(values)}, step)
 
     def pictures(self, draw: Pictures, *, step: int) -> None:
         """Give the trackers the pictures of an evaluation, which `draw` returns. One of the trackers' threads calls
@@ -111,6 +111,15 @@ class MetricsLog:
             with contextlib.suppress(OutputError):  # the run is ending: a full disk must not hide why
                 self.write("trackers", {name: dataclasses.asdict(count) for name, count in lost.items()})
         self._lines.close()
+
+
+def _numbers(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield (name, number) of each finite number in a nested mapping: {"a": {"b": 1}} gives ("a/b", 1.0)."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            yield f"{prefix}{name}", float(value)
 
 
 def _finite(value: object) -> object:

@@ -19,12 +19,12 @@ import functools
 import importlib.util
 import json
 import logging
-import math
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -281,15 +281,11 @@ class _Thread:
         except queue.Full:
             self.dropped += 1
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the thread's end, for at most `timeout_s`. Return True if it has ended: all queued calls were
-        made."""
+    def join(self, timeout_s: float) -> int:
+        """Wait for the thread's end, for at most `timeout_s`. Return the number of calls that were not made by then; 0
+        if the thread has ended."""
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    @property
-    def num_waiting(self) -> int:
-        return self._queue.qsize()
+        return self._queue.qsize() + 1 if self._thread.is_alive() else 0
 
     def _work(self) -> None:
         tracker: Tracker | None = None
@@ -370,9 +366,8 @@ class Trackers:
         deadline = time.monotonic() + self.timeout_s
         counts = {}
         for thread in self._threads:
-            ended = thread.join(max(0.0, deadline - time.monotonic()))
-            unfinished = 0 if ended else thread.num_waiting + 1
-            if not ended:
+            unfinished = thread.join(max(0.0, deadline - time.monotonic()))
+            if unfinished:
                 self._say(f"{thread.name} has not ended after {self.timeout_s:g} s: {unfinished} calls are given up")
             if thread.failed or thread.dropped or unfinished:
                 counts[thread.name] = TrackerCount(failed=thread.failed, dropped=thread.dropped, unfinished=unfinished)
@@ -410,21 +405,17 @@ class _Once(Generic[T]):
     call."""
 
     def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
+        self._make, self._made = make, Future[T]()
         self._lock = threading.Lock()
-        self._made: tuple[T] | Exception | None = None
 
     def __call__(self) -> T:
         with self._lock:
-            if self._made is None:
+            if not self._made.done():
                 try:
-                    self._made = (self._make(),)
+                    self._made.set_result(self._make())
                 except Exception as error:
-                    self._made = error
-            made = self._made
-        if isinstance(made, Exception):
-            raise made
-        return made[0]
+                    self._made.set_exception(error)
+        return self._made.result()
 
 
 def _stored_ids(run_dir: Path) -> dict[str, str]:
@@ -445,15 +436,6 @@ def flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, 
             yield from flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def numbers(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield (name, number) of each finite number in a nested mapping: {"a": {"b": 1}} gives ("a/b", 1.0)."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            yield f"{prefix}{name}", float(value)
 
 
 def _mlflow_name(name: str) -> str:
