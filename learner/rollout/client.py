@@ -15,10 +15,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import math
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -210,11 +209,7 @@ class ServerClient:
         patience = patience or self.timeouts.patience(has_others=False)
         deadline_s = self.timeouts.infer_s or self._pace.deadline_s(call.request_config.max_tokens)
         answers = Answers(self.base_url, len(call.infer_requests), on_answer)
-
-        async def late(health_age_s: float) -> None:
-            if patience.has_others:  # if a last call of /health/ fails, the server is gone, not slow
-                await self._last_look(health_age_s)
-            raise self._late(answers, deadline_s, health_age_s=health_age_s)
+        late = functools.partial(self._late, answers, deadline_s, patience)
 
         async def exchange() -> httpx.Response:
             answers.sent_at = awake_s()
@@ -238,7 +233,15 @@ class ServerClient:
         answer_bytes = _ANSWER_BYTES + _TOKEN_BYTES * (call.request_config.max_tokens or _MOST_TOKENS)
         read_s, most_bytes = deadline_s + REPLY_GRACE_S, MAX_REPLY_BYTES + len(call.infer_requests) * answer_bytes
         try:
-            async with self._errors("/infer/", read_s), self._stream("/infer/", call, read_s, most_bytes) as response:
+            sending = self._http.stream(
+                "POST",
+                f"{self.base_url}/infer/",
+                content=call.model_dump_json(),
+                headers={"Content-Type": "application/json", "Accept": NDJSON},
+                timeout=self._timeout(read_s),
+                extensions={_MOST_BYTES: most_bytes},
+            )
+            async with self._errors("/infer/", read_s), sending as response:
                 await (answers.read(response) if response.is_success else response.aread())
                 return response
         except ServerUnreachableError as error:
@@ -251,7 +254,7 @@ class ServerClient:
             ) from error
 
     async def score(self, call: ScoreCall) -> ScoreReply:
-        response = await self._patiently("/score/", lambda: self._send("POST", "/score/", call))
+        response = await self._patiently("/score/", lambda: self._send("/score/", call))
         return read_reply(response.content, TypeAdapter(ScoreReply), self.base_url, "/score/")
 
     async def init_communicator(self, call: InitCommunicatorCall, patience: Patience | None = None) -> None:
@@ -302,7 +305,7 @@ class ServerClient:
     async def _send_once(
         self, path: str, body: BaseModel | None = None, *, read_s: float | None = None
     ) -> httpx.Response:
-        response = await self._send("GET" if body is None else "POST", path, body, read_s=read_s)
+        response = await self._send(path, body, read_s=read_s)
         if not response.is_success:
             raise error_of(response, self.base_url)
         return response
@@ -324,33 +327,18 @@ class ServerClient:
             log.info("%s is busy, %s again in %.1f s: %s", self.base_url, path, wait_s, error.what)
             await asyncio.sleep(wait_s)
 
-    async def _send(
-        self, method: str, path: str, body: BaseModel | None = None, *, read_s: float | None = None
-    ) -> httpx.Response:
-        """Send one call and return the response, whatever its status. `read_s`: deadline for reading; None:
-        `timeouts.read_s`. Raises DeadlineError or ServerUnreachableError."""
+    async def _send(self, path: str, body: BaseModel | None = None, *, read_s: float | None = None) -> httpx.Response:
+        """Send one call, a GET without a body, and return the response, whatever its status. `read_s`: deadline for
+        reading; None: `timeouts.read_s`. Raises DeadlineError or ServerUnreachableError."""
         read_s = self.timeouts.read_s if read_s is None else read_s
         async with self._errors(path, read_s):
             return await self._http.request(
-                method,
+                "GET" if body is None else "POST",
                 self.base_url + path,
                 content=body.model_dump_json() if body is not None else None,
                 headers={"Content-Type": "application/json"} if body is not None else None,
                 timeout=self._timeout(read_s),
             )
-
-    def _stream(
-        self, path: str, body: BaseModel, read_s: float, most_bytes: int
-    ) -> AbstractAsyncContextManager[httpx.Response]:
-        """Return a context that sends a POST and gives the response, whose body can be read as it arrives."""
-        return self._http.stream(
-            "POST",
-            self.base_url + path,
-            content=body.model_dump_json(),
-            headers={"Content-Type": "application/json", "Accept": NDJSON},
-            timeout=self._timeout(read_s),
-            extensions={_MOST_BYTES: most_bytes},
-        )
 
     def _timeout(self, read_s: float) -> httpx.Timeout:
         t = self.timeouts
@@ -379,8 +367,8 @@ class ServerClient:
         sending: Coroutine[object, None, httpx.Response],
         silent_s: float,
         *,
-        deadline_s: float = math.inf,
-        late: Callable[[float], Awaitable[None]] | None = None,
+        deadline_s: float,
+        late: Callable[[float], Awaitable[None]],
     ) -> httpx.Response:
         """Return the response of the call `sending`, and call `/health/` from time to time meanwhile. Raises
         ServerUnreachableError when `/health/` has been silent for `silent_s`. After `deadline_s` it calls `late` with
@@ -399,7 +387,7 @@ class ServerClient:
                 await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
                 if task.done():
                     return task.result()
-                if awake_s() >= begin + deadline_s and late is not None:
+                if awake_s() >= begin + deadline_s:
                     await late(awake_s() - last_seen)
                 if looking is None and awake_s() >= next_look:
                     looking = asyncio.create_task(self.health())
@@ -428,18 +416,17 @@ class ServerClient:
             return last_seen
         return awake_s()
 
-    async def _last_look(self, health_age_s: float) -> None:
-        """Raises ServerUnreachableError unless `/health/` answers within LAST_LOOK_S."""
-        try:
-            async with time_limit(LAST_LOOK_S):
-                await self.health()
-        except (ProjectError, TimeoutError) as error:
-            said = _last_seen_of(error) if isinstance(error, ProjectError) else "silence"
-            raise self._gone(f"{said} at /health/, which answered {health_age_s:.1f} s ago", LAST_LOOK_S) from error
-
-    def _late(self, answers: Answers, deadline_s: float, *, health_age_s: float) -> DeadlineError:
+    async def _late(self, answers: Answers, deadline_s: float, patience: Patience, health_age_s: float) -> None:
+        """Raises the error of an `/infer/` call that has passed its deadline."""
+        if patience.has_others:
+            try:
+                async with time_limit(LAST_LOOK_S):
+                    await self.health()
+            except (ProjectError, TimeoutError) as error:  # the server is gone, not slow
+                said = _last_seen_of(error) if isinstance(error, ProjectError) else "silence"
+                raise self._gone(f"{said} at /health/, which answered {health_age_s:.1f} s ago", LAST_LOOK_S) from error
         derived = "" if self.timeouts.infer_s else ", which follows from max_new_tokens and the server's pace"
-        return DeadlineError(
+        raise DeadlineError(
             f"{self.base_url}: /infer/ did not answer in time",
             found=f"{answers.num_missing} of {answers.number} request(s), sent {deadline_s:.1f} s ago and waiting for "
             f"the reply; /health/ answered {health_age_s:.1f} s ago",
@@ -447,8 +434,7 @@ class ServerClient:
             remedy=f"look at the server's log; if it is only slow, set {SERVER}.infer_timeout_s higher",
         )
 
-    def _gone(self, found: str, limit_s: float | None = None) -> ServerUnreachableError:
-        limit_s = self.timeouts.gone_s if limit_s is None else limit_s
+    def _gone(self, found: str, limit_s: float) -> ServerUnreachableError:
         key = " (vllm.server.timeout_s)" if limit_s == self.timeouts.gone_s else ""
         return ServerUnreachableError(
             f"{self.base_url}: the rollout server does not answer",
