@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # not even numpy: `--check` imports this module, and must be 
     import torch
     from numpy.typing import NDArray
 
-    from shared.wire import ProcessedImages, Turn
+    from shared.generation import Turn
+    from shared.wire import ProcessedImages
 
 GeometryKind = Literal["bbox_2d", "poly"]
 Unit = Literal["pixels", "thousandths", "shares", "percent", "resized"]

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, FiniteFloat
 
+from rollout_server.prompts import text_in
 from shared.errors import NotFiniteError, RequestError, ServerBusyError, ServerError
 from shared.generation import TRIES, check_logprobs, was_given_back
 from shared.wire import (
@@ -38,7 +39,6 @@ from shared.wire import (
     TemplateValue,
     WeightVersionSpan,
     WireModel,
-    text_of,
 )
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class OpenAILayer:
 def texts(call: OpenAICall) -> list[str]:
     """Return the call's texts that have to be tokenized."""
     if isinstance(call, ChatCall):
-        return [text_of(call.messages)]
+        return [text_in(call.messages)]
     prompt = getattr(call, "prompt", "")
     return [text for text in ([prompt] if isinstance(prompt, str) else prompt) if isinstance(text, str)]
 

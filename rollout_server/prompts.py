@@ -7,13 +7,13 @@ which image strings are allowed. All functions block; `engine.py` calls them on 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rollout_server.config import ServerConfig
 from rollout_server.decoding import Decoders, PixelShare, check_open
 from shared.errors import PromptTooLongError, RequestError
 from shared.generation import IMAGE_PLACEHOLDER, Prompt, limit_pixels, render_messages
-from shared.wire import RolloutInferRequest, text_of
+from shared.wire import Message, RolloutInferRequest
 
 _PIECE_CHARS = 1 << 16
 # The pieces of a text may have more tokens than the whole text, so they may have this many times the limit.
@@ -46,7 +46,7 @@ class Renderer:
         ServerBusyError, PromptTooLongError. Raises RequestError if the messages have more or fewer image placeholders
         than images, if the model takes no images, or if the template refuses the messages."""
         sources = image_sources(request)
-        self.check_length(text_of(request.messages), share)
+        self.check_length(text_in(request.messages), share)
         self.check_template_kwargs(request.chat_template_kwargs)
         if sources and not self._takes_images:
             raise RequestError(
@@ -114,6 +114,14 @@ def too_long(found: str, max_model_len: int) -> PromptTooLongError:
         found=found,
         wanted=f"at most {max_model_len} tokens together",
         remedy="raise the server's max_model_len, or lower max_new_tokens or the images' size",
+    )
+
+
+def text_in(messages: Sequence[Message]) -> str:
+    """Return all text of the messages that has to be tokenized, without the text that the template adds."""
+    contents = [message.content for message in messages]
+    return "".join(
+        content if isinstance(content, str) else "".join(part.text or "" for part in content) for content in contents
     )
 
 

@@ -22,7 +22,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -247,7 +247,7 @@ class RolloutService:
             self.metrics.prompt_tokens.inc(len(generations[0].prompt_token_ids))
             self.metrics.response_tokens.inc(sum(len(one.response_token_ids) for one in generations))
             infos = RolloutInfos(
-                **asdict(self.gate.served),
+                **self.gate.served.model_dump(),
                 seed=seed,
                 server_id=self.server_id,
                 uuid=request.uuid,

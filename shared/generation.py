@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from shared.canary import cached_positions
 from shared.errors import ConfigError, NotFiniteError, RequestError
-from shared.wire import Content, ProcessedImages, RequestConfig, Turn
+from shared.wire import ProcessedImages, RequestConfig
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.outputs import CompletionOutput
 
+Content = str | Sequence[Mapping[str, object]]  # a chat turn's text, or its parts as chat templates take them
+Turn = Mapping[str, Content]  # a chat turn as plain data: its "role" and its "content"
 # Every vLLM engine on CPU needs this. A prefill in two chunks draws one random number too many, which vLLM undoes on
 # CUDA only. On CPU a seeded prompt in chunks ends the engine ("CPU Generator does not use offset").
 CPU_ENGINE_ARGS = {"enable_chunked_prefill": False}

@@ -10,21 +10,9 @@ answer again, so a retry after a lost reply never makes a second rollout.
 from __future__ import annotations
 
 import uuid as uuid_module
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    GetJsonSchemaHandler,
-    TypeAdapter,
-    model_validator,
-)
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, model_validator
 
 from shared.errors import ProjectError, error_classes
 
@@ -34,7 +22,6 @@ TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # environment variable with the bearer 
 SERVER_ID_VARIABLE = "ROLLOUT_SERVER_ID"  # environment variable with the id that a server reports about itself
 JOB_VARIABLE = "ROLLOUT_JOB"  # environment variable with the id of a learner's job; a restart with the same id resumes
 NDJSON = "application/x-ndjson"  # one JSON object per line
-
 
 T = TypeVar("T")
 # Validation stops at the first wrong item: one error per item of a long wrong list would take gigabytes.
@@ -74,39 +61,36 @@ class ErrorBody(WireModel):
 # ---- /infer/ -------------------------------------------------------------------------------------------------------
 
 
+def _document_nulls(schema: dict[str, Any], model: type[ClientModel]) -> None:
+    """Say in the JSON schema of a `ClientModel` which fields may be null."""
+    schema["additionalProperties"] = {"type": "null"}
+    properties = schema.get("properties", {})
+    for name in filter(model.may_be_absent, properties):
+        own = {key: properties[name].pop(key) for key in ("default", "description") if key in properties[name]}
+        properties[name] = {"anyOf": [properties[name], {"type": "null"}], **own}
+
+
 class ClientModel(WireModel):
     """A body that other programs write too: null stands for a field that was left out, unless the field has a meaning
     for it. That holds for unknown fields, too: newer clients have more of them."""
+
+    model_config = ConfigDict(json_schema_extra=_document_nulls)
 
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, data: object) -> object:
         if not isinstance(data, dict):
             return data
-        return {key: value for key, value in data.items() if value is not None or not cls._may_be_absent(key)}
+        return {key: value for key, value in data.items() if value is not None or not cls.may_be_absent(key)}
 
     @classmethod
-    def _may_be_absent(cls, name: str) -> bool:
+    def may_be_absent(cls, name: str) -> bool:
         field = cls.model_fields.get(name)
         # ms-swift 4.6.0 sends `add_eos: null`, which earlier versions did not have.
         return field is None or (not field.is_required() and type(None) not in get_args(field.annotation))
 
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        schema = handler(core)
-        own_schema = handler.resolve_ref_schema(schema)
-        own_schema["additionalProperties"] = {"type": "null"}
-        properties = own_schema.get("properties", {})
-        for name in filter(cls._may_be_absent, properties):
-            own = {key: properties[name].pop(key) for key in ("default", "description") if key in properties[name]}
-            properties[name] = {"anyOf": [properties[name], {"type": "null"}], **own}
-        return schema
-
 
 NoItems = Annotated[list[object], Field(max_length=0)]  # must be empty: this server does not support the field
-NoFields = Annotated[dict[str, object], Field(max_length=0)]
-Content = str | Sequence[Mapping[str, object]]  # a chat turn's text, or its parts as chat templates take them
-Turn = Mapping[str, Content]  # a chat turn as plain data: its "role" and its "content"
 TemplateValue = bool | int | FiniteFloat | Annotated[str, Field(max_length=4096)] | None
 
 
@@ -136,14 +120,6 @@ class Message(ClientModel):
     content: str | Annotated[Items[ContentPart], Field(max_length=MAX_PARTS)]
 
 
-def text_of(messages: Sequence[Message]) -> str:
-    """Return all text of the messages that has to be tokenized, without the text that the template adds."""
-    contents = [message.content for message in messages]
-    return "".join(
-        content if isinstance(content, str) else "".join(part.text or "" for part in content) for content in contents
-    )
-
-
 class RolloutInferRequest(ClientModel):
     """One sample to roll out. `images` are local paths, data URLs, base64 strings or http(s) URLs."""
 
@@ -165,7 +141,7 @@ class RolloutInferRequest(ClientModel):
     audios: NoItems = []
     videos: NoItems = []
     tools: NoItems = []
-    objects: NoFields = {}
+    objects: dict[str, object] = Field(default={}, max_length=0)
     add_eos: Literal[False] = False
 
 
@@ -193,8 +169,7 @@ class RequestConfig(ClientModel):
     stop: Items[Annotated[str, Field(min_length=1, max_length=256)]] = Field(default=[], max_length=64)
     n: int = Field(default=1, ge=1, le=MAX_ANSWERS, description="answers to each request")
     logprobs: bool = Field(
-        default=False,
-        description="log-probability of each sampled token, before temperature, penalties and truncation",
+        default=False, description="log-probability of each sampled token, before temperature, penalties and truncation"
     )
     return_details: bool = Field(default=False, description="no effect: token ids are always returned")
     num_beams: Literal[1] = 1
@@ -284,18 +259,8 @@ class ProcessedImages(WireModel):
     settings: dict[str, str] = Field(description="of the processor, and versions of the libraries that it uses")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServedWeights:
-    """The weights that a server serves, or served last. A rollout's infos name them by the same three fields."""
-
-    ver: int
-    incarnation: str  # id of the group in which a learner sent the weights; "": they are from the server's checkpoint
-    weights: str  # digest of the weights; "": not known
-
-
-class RolloutInfos(WireModel):
-    """The server that answered, and its weights: `ver` is unique and rises on one server, `weights` is a digest. `seed`
-    is that of the first choice."""
+class ServedWeights(WireModel):
+    """The weights that a server serves, or served last."""
 
     ver: int
     incarnation: str = Field(
@@ -303,6 +268,12 @@ class RolloutInfos(WireModel):
         description='of the learner that sent the weights; "": the checkpoint that the server was started with',
     )
     weights: str = Field(default="", description="a digest of what they came in, the same on all servers of a sync")
+
+
+class RolloutInfos(ServedWeights):
+    """The server that answered, and its weights: `ver` is unique and rises on one server, `weights` is a digest. `seed`
+    is that of the first choice."""
+
     seed: int | None
     server_id: str
     uuid: str

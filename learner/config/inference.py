@@ -17,8 +17,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from learner.config.schema import RunConfig
 from learner.config.sections.task import TaskConfig
 from learner.records import Sample
+from shared.generation import Turn
 from shared.validation import read_if_there
-from shared.wire import Turn
 
 INFERENCE_NAME = "inference.json"
 CALIBRATION_NAME = "calibration.json"  # file in a model's folder that calibrates scores (`tasks.detection.scores`)

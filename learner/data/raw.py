@@ -45,11 +45,10 @@ from learner.records import DetectionObject, GeometryKind, Place, RawObject, Raw
 from learner.tasks.detection.bins import canonical_order, encloses_something, to_bins
 from learner.tasks.detection.grammar import NUM_BINS
 from shared.errors import DataError, MediaError, RequestError
-from shared.generation import render_messages
+from shared.generation import Turn, render_messages
 from shared.images import ImageRules, Images
 from shared.reading import as_here, is_utf8
 from shared.validation import fault_of
-from shared.wire import Turn
 
 if TYPE_CHECKING:
     from shapely.geometry.base import BaseGeometry

@@ -35,9 +35,8 @@ from learner.tasks.detection.scores import Calibration, ScoredObject, read_calib
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.tokens import pieces_of
 from shared.errors import ConfigError, DataError, MediaError, RequestError
-from shared.generation import render_messages
+from shared.generation import Turn, render_messages
 from shared.images import ImageRules, Images
-from shared.wire import Turn
 
 Photograph = str | Path | Image.Image
 MOST_BYTES = 64 << 20  # max bytes of images in one call to a server

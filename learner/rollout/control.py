@@ -129,7 +129,7 @@ class ServerControl:
         """Write the servers and their states to the file, if they have changed."""
         if membership == self._shown:
             return
-        served = asdict(membership.served) if membership.served else None
+        served = membership.served.model_dump() if membership.served else None
         state = {
             "time": time.time(),
             "min_servers": membership.min_servers,

@@ -32,8 +32,9 @@ from learner.data.formats.strict import Flag, Identity, Number, Size
 from learner.data.raw import BadRecords
 from learner.records import GeometryKind, Place, RawObject, RawRecord
 from shared.errors import DataError
+from shared.generation import Turn
 from shared.reading import json_in, json_of, lines_in
-from shared.wire import Message, Turn
+from shared.wire import Message
 
 
 class ObjectRow(RowModel):

@@ -17,8 +17,8 @@ from learner.config.sections.data import DataConfig
 from learner.data.raw import BadRecords
 from learner.records import GeometryKind, Place, Size
 from shared.errors import DataError
+from shared.generation import Turn
 from shared.reading import is_there
-from shared.wire import Turn
 
 _LONGEST_NAME = 1024  # max characters of an image's path; longer strings are encoded images
 DEFAULT_PROMPT = "<image>Detect every object."
