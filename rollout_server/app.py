@@ -1,40 +1,37 @@
 """HTTP around the service: routes, errors as JSON, the bearer token, the limit on bodies (R06).
 
 Every endpoint answers at `/x/` and `/x`, below the configured prefix. An error is an `ErrorBody` with the error's HTTP
-status. If the caller hangs up, its call is cancelled. The layers around the routes are plain ASGI and buffer nothing.
+status. If the caller hangs up, its call is cancelled (`streams.py`). The layers around the routes are plain ASGI and
+buffer nothing.
 
 `/infer/` answers a JSON list in request order. With `Accept: application/x-ndjson` it sends one `AnswerLine` per
-request, as soon as the request ends. The HTTP status is sent with the first line. So a failure before the first line is
-answered with its own HTTP status, and a later failure becomes the last line.
+request, as soon as the request ends.
 
 `/v1/` is OpenAI's API (`openai_api.py`), for other clients. FastAPI describes all routes at `/openapi.json`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import aclosing, suppress
-from typing import Any, TypeVar, get_type_hints
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, get_type_hints
 
 from fastapi import APIRouter, FastAPI, Request, Response, Security
 from fastapi.openapi.constants import REF_TEMPLATE
 from fastapi.params import Depends
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from rollout_server.bodies import hung_up, read_body
-from rollout_server.guards import BodyLimit, Guard, error_response, refused
+from rollout_server.bodies import read_body
+from rollout_server.guards import BodyLimit, Guard, defect, error_response, refused
 from rollout_server.openai_api import ChatCall, CompletionCall, OpenAICall, OpenAIError, OpenAIErrorDetail
 from rollout_server.service import RolloutService
-from shared.errors import ProjectError, RequestError
+from rollout_server.streams import AnswerStream, answer_line, error_line, to_the_end, while_connected
+from shared.errors import ProjectError
 from shared.wire import (
     NDJSON,
     AnswerLine,
@@ -60,10 +57,6 @@ from shared.wire import (
     Usage,
     WorldSizeReply,
 )
-
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 JSON, EVENTS = "application/json", "text/event-stream"
 _AS_OPENAI = "as OpenAI's; an error is an `OpenAIError`"
@@ -262,10 +255,9 @@ def _add_rollout_routes(router: APIRouter, service: RolloutService) -> None:
         `AnswerLine` per request, as each ends.
         """
         if NDJSON in request.headers.get("accept", ""):
-            lines = _answer_lines(service.answers(call))
-            # The HTTP status goes out with the first line, so that line is awaited before the response begins.
-            return AnswerStream(await _while_connected(request, _first(lines)), lines)
-        rollouts = await _while_connected(request, service.infer(call))
+            lines = to_the_end("/infer/", service.answers(call), answer_line, error_line)
+            return await AnswerStream.begin(request, lines)
+        rollouts = await while_connected(request, service.infer(call))
         return Response(b"[" + b",".join(rollouts) + b"]", media_type=JSON)
 
     @router.post(
@@ -276,7 +268,7 @@ def _add_rollout_routes(router: APIRouter, service: RolloutService) -> None:
     )
     async def score(request: Request, call: ScoreCall) -> Response:
         """Log-probabilities of given answers, by the weights that are served."""
-        return _json(await _while_connected(request, service.score(call)))
+        return _json(await while_connected(request, service.score(call)))
 
     @router.post("/reset_prefix_cache/", response_model=dict[str, str], responses=_answers({"status": "reset"}))
     async def reset_prefix_cache(request: Request) -> Response:
@@ -299,7 +291,7 @@ def _add_sync_routes(router: APIRouter, service: RolloutService) -> None:
 
         A new learner replaces the old one.
         """
-        await _while_connected(request, service.updates.open_group(call))
+        await while_connected(request, service.updates.open_group(call))
         return JSONResponse({"status": "joined"})
 
     @router.post("/update_weights/", response_model=UpdateWeightsReply)
@@ -308,7 +300,7 @@ def _add_sync_routes(router: APIRouter, service: RolloutService) -> None:
 
         The call stays open until the new weights are checked and served, or have failed.
         """
-        return _json(await _while_connected(request, service.updates.replace_weights(call)))
+        return _json(await while_connected(request, service.updates.replace_weights(call)))
 
     @router.post("/expect_scores/", response_model=dict[str, str], responses=_answers({"status": "noted"}))
     async def expect_scores(request: Request, call: ExpectScoresCall) -> Response:
@@ -332,9 +324,9 @@ def _add_openai_routes(router: APIRouter, service: RolloutService) -> None:
 
     async def complete(request: Request, call: OpenAICall) -> Response:
         if call.stream:
-            events = _openai_events(service.completion_events(call))
-            return AnswerStream(await _while_connected(request, _first(events)), events, EVENTS)
-        return Response(await _while_connected(request, service.complete(call)), media_type=JSON)
+            events = to_the_end("/v1/", service.completion_events(call), bytes, _last_event)
+            return await AnswerStream.begin(request, events, EVENTS)
+        return Response(await while_connected(request, service.complete(call)), media_type=JSON)
 
     @router.get("/v1/models", response_model=dict[str, object], response_description=_AS_OPENAI)
     async def v1_models(request: Request) -> Response:
@@ -371,18 +363,8 @@ def _add_openai_routes(router: APIRouter, service: RolloutService) -> None:
         return await complete(request, call)
 
 
-async def _openai_events(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """Yield the events. An error before the first event is raised; a later error becomes the last event."""
-    began = False
-    async with aclosing(events):
-        try:
-            async for event in events:
-                yield event
-                began = True
-        except Exception as error:
-            if not began:
-                raise
-            yield b"data: " + bytes(_openai_error(_as_project_error("/v1/", error)).body) + b"\n\n"
+def _last_event(error: ProjectError) -> bytes:
+    return b"data: " + bytes(_openai_error(error).body) + b"\n\n"
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -397,87 +379,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    return error_response(_defect(request.url.path, error))
-
-
-def _defect(path: str, error: Exception) -> ProjectError:
-    return ProjectError(
-        f"{path} failed inside the server",
-        found=f"{type(error).__name__}: {error}",
-        wanted="an answer, or an error that says what is wrong with the call",
-        remedy="see the server's log; this is a defect: report it",
-    )
-
-
-async def _while_connected(request: Request, call: Coroutine[object, None, T]) -> T:
-    """Await `call`, and cancel it if the client hangs up. The body must have been read before."""
-    working = asyncio.create_task(call)
-    watching = asyncio.create_task(_hung_up(request))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            working.cancel()
-            # Wait until the cancelled call has left the gate.
-            await asyncio.wait({working})
-        if working.cancelled():
-            raise hung_up()
-        return working.result()
-    finally:
-        working.cancel()
-        watching.cancel()
-
-
-async def _hung_up(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _answer_lines(answers: AsyncGenerator[tuple[int, bytes]]) -> AsyncGenerator[bytes]:
-    """Yield each answer as a line. An error before the first line is raised; a later error becomes the last line."""
-    began = False
-    async with aclosing(answers):
-        try:
-            async for i, output in answers:
-                # The output is JSON already, written when its request ended, so nothing is built or parsed again here.
-                yield b'{"index":%d,"output":%s}\n' % (i, output)
-                began = True
-        except Exception as error:
-            if not began:
-                raise
-            body = ErrorBody.of(_as_project_error("/infer/", error))
-            yield AnswerLine(error=body).model_dump_json(exclude_none=True).encode() + b"\n"
-
-
-def _as_project_error(path: str, error: Exception) -> ProjectError:
-    if isinstance(error, ProjectError):
-        return error
-    log.error("%s failed", path, exc_info=error)
-    return _defect(path, error)
-
-
-async def _first(lines: AsyncGenerator[bytes]) -> bytes:
-    """Return the first line, or b"" if the call has no requests."""
-    return await anext(lines, b"")
-
-
-class AnswerStream(StreamingResponse):
-    """Sends `first`, then `lines`. If the caller hangs up, the remaining lines are cancelled at once."""
-
-    def __init__(self, first: bytes, lines: AsyncGenerator[bytes], media_type: str = NDJSON) -> None:
-        super().__init__(lines, media_type=media_type)
-        self._first, self._lines = first, lines
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._lines):
-            with suppress(RequestError):  # the client hung up, so the error cannot be sent
-                await _while_connected(Request(scope, receive), self.stream_response(send))
-
-    async def stream_response(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for line in self._lines:
-            await send({"type": "http.response.body", "body": line, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    return error_response(defect(request.url.path, error))
 
 
 def _json(body: BaseModel) -> Response:

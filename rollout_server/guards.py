@@ -34,6 +34,15 @@ def refused(http_status: int, what: str, found: str, wanted: str, remedy: str) -
     return RequestError(what, found=found, wanted=wanted, remedy=remedy).as_status(http_status)
 
 
+def defect(path: str, error: Exception) -> ProjectError:
+    return ProjectError(
+        f"{path} failed inside the server",
+        found=f"{type(error).__name__}: {error}",
+        wanted="an answer, or an error that says what is wrong with the call",
+        remedy="see the server's log; this is a defect: report it",
+    )
+
+
 class Guard:
     """Lets a request through if it brings the token or asks for an open path (one that needs no token), and does not
     come from a web page.
