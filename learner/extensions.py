@@ -18,7 +18,6 @@ this project. Every rank imports the modules for itself.
 from __future__ import annotations
 
 import difflib
-import importlib
 import importlib.util
 import inspect
 import sys
@@ -38,7 +37,7 @@ from learner.config.sections.task import TaskConfig
 from learner.config.split import as_read_for
 from learner.records import RawRecord, Rollout, Sample, StepResult, Target
 from shared.config.checks import mistakes_of
-from shared.config.model import ConfigErrors, Mistake, show
+from shared.config.model import ConfigErrors, show
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -243,16 +242,9 @@ def task_class(config: TaskConfig) -> type[Task]:
     """Return the class of `task.type`. Raises ConfigErrors."""
     if ":" not in config.type and config.type not in TASKS:
         near = difflib.get_close_matches(config.type, TASKS, n=1)
-        raise ConfigErrors(
-            mistakes=[
-                Mistake(
-                    path="task.type",
-                    found=show(config.type),
-                    wanted=f"{', '.join(TASKS)}, or {_WANTED.format('a task')}",
-                    remedy=f"did you mean {near[0]}?" if near else "correct the name",
-                )
-            ]
-        )
+        wanted = f"{', '.join(TASKS)}, or {_WANTED.format('a task')}"
+        remedy = f"did you mean {near[0]}?" if near else "correct the name"
+        raise ConfigErrors.one("task.type", show(config.type), wanted, remedy)
     _check_options(config)
     found = _find("task.type", TASKS.get(config.type, config.type), "a task")
     return _checked_task(config.type, found)
@@ -263,7 +255,7 @@ def _check_options(config: TaskConfig) -> None:
     if config.options and config.type in TASKS:
         found, wanted = f"the keys {', '.join(config.options)}", f"none: {config.type} has no options"
         remedy = "remove them, or set task.type to a task of your own"
-        raise ConfigErrors(mistakes=[Mistake(path="task.options", found=found, wanted=wanted, remedy=remedy)])
+        raise ConfigErrors.one("task.options", found, wanted, remedy)
 
 
 def make_task(config: TaskConfig, tokenizer: Tokenizer) -> Task:
@@ -278,8 +270,7 @@ def reward_functions(config: RunConfig) -> dict[str, Reward]:
         key, name = f"reward.functions[{i}]", path.rpartition(":")[2]
         if name in found:
             remedy = "remove one, or rename the function"
-            mistake = Mistake(path=key, found=f"a second reward {name}", wanted="names that differ", remedy=remedy)
-            raise ConfigErrors(mistakes=[mistake])
+            raise ConfigErrors.one(key, f"a second reward {name}", "names that differ", remedy)
         found[name] = _find(key, path, "a reward function", arguments=("answer",))
     return found
 
@@ -318,27 +309,23 @@ def callback_classes(config: RunConfig) -> dict[str, type[Callback]]:
         wanted, remedy = "a subclass of learner.extensions.Callback", "see docs/extending.md"
         if not (isinstance(value, type) and issubclass(value, Callback)):
             what = "another class" if isinstance(value, type) else f"a {type(value).__name__}"
-            mistake = Mistake(path=key, found=f"{show(path)}: {what}", wanted=wanted, remedy=remedy)
-            raise ConfigErrors(mistakes=[mistake])
+            raise ConfigErrors.one(key, f"{show(path)}: {what}", wanted, remedy)
         if path in found:
-            mistake = Mistake(path=key, found=f"{show(path)} again", wanted="each callback once", remedy="remove one")
-            raise ConfigErrors(mistakes=[mistake])
+            raise ConfigErrors.one(key, f"{show(path)} again", "each callback once", "remove one")
         found[path] = value
     return found
 
 
 def check_extensions(config: RunConfig) -> None:
     """Import everything that the configuration names. Raises ConfigErrors with all mistakes."""
+    # The class of `detection` loads more than a check needs.
     looks: list[Callable[[], object]] = [
+        partial(_check_options if config.task.type == "detection" else task_class, config.task),
         lambda: reward_functions(config),
         lambda: loss_function(config),
         lambda: callback_classes(config),
         *(partial(_named_reader, config, split) for split in ("train", "val", "test")),
     ]
-    if config.task.type != "detection":  # the class of `detection` loads more than a check needs
-        looks.insert(0, lambda: task_class(config.task))
-    else:
-        looks.insert(0, lambda: _check_options(config.task))
     if mistakes := [mistake for look in looks for mistake in mistakes_of(look)]:
         raise ConfigErrors("the configuration names parts that cannot be used", mistakes=mistakes)
 
@@ -346,16 +333,13 @@ def check_extensions(config: RunConfig) -> None:
 def _find(key: str, path: str, what: str, *, arguments: Sequence[str] = ()) -> Any:
     """Return the object at `module:name`. Raises ConfigErrors if it is not there, or cannot be called with
     `arguments`."""
-    found = show(path)
     try:
         value = _import(path)
         if arguments:
             _check_call(value, arguments)
     except ConfigError as error:
-        found += f": {error.found or error.what}"
-        raise ConfigErrors(
-            mistakes=[Mistake(path=key, found=found, wanted=error.wanted or _WANTED.format(what), remedy=error.remedy)]
-        ) from error
+        found = f"{show(path)}: {error.found or error.what}"
+        raise ConfigErrors.one(key, found, error.wanted or _WANTED.format(what), error.remedy) from error
     return value
 
 
@@ -369,24 +353,13 @@ def _import(path: str) -> Any:
         sys.path.append(here)
     try:
         value: Any = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except FileNotFoundError as error:
-        # If it is another file that is missing, the user's module has tried to read it.
-        if error.filename != module_name:
-            raise _import_failed(module_name, error) from error
-        remedy = f"correct the path; it is relative to the working directory, {here}"
-        raise ConfigError(f"there is no file {module_name}", remedy=remedy) from error
-    except ModuleNotFoundError as error:
-        # If the error names another module, the user's module was found, and an import in it failed.
-        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            remedy = f"correct the path, install the package, or start in the folder that holds {error.name}"
-            raise ConfigError(f"there is no module {error.name}", remedy=remedy) from error
-        raise _import_failed(module_name, error) from error
     except Exception as error:  # the user's code may raise anything
         raise _import_failed(module_name, error) from error
     for name in names.split("."):
         if not hasattr(value, name):
             near = difflib.get_close_matches(name, dir(value), n=1)
-            remedy = f"did you mean {near[0]}?" if near else f"define it, or correct the name ({_place_of(value)})"
+            place = getattr(value, "__file__", None) or getattr(value, "__name__", value)
+            remedy = f"did you mean {near[0]}?" if near else f"define it, or correct the name ({place})"
             raise ConfigError(f"{module_name} has no {name}", remedy=remedy)
         value = getattr(value, name)
     return value
@@ -415,6 +388,13 @@ def _load_file(path: str) -> ModuleType:
 
 
 def _import_failed(module_name: str, error: Exception) -> ConfigError:
+    # If another file or module is missing, the user's module was found, and has tried to read or import it.
+    if isinstance(error, FileNotFoundError) and error.filename == module_name:
+        remedy = f"correct the path; it is relative to the working directory, {Path.cwd()}"
+        return ConfigError(f"there is no file {module_name}", remedy=remedy)
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+        remedy = f"correct the path, install the package, or start in the folder that holds {error.name}"
+        return ConfigError(f"there is no module {error.name}", remedy=remedy)
     found = f"importing {module_name} failed with {where_raised(error)}"
     return ConfigError(found, wanted="a module that can be imported", remedy="correct the module")
 
@@ -426,17 +406,11 @@ def where_raised(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}{place}"
 
 
-def _place_of(value: Any) -> str:
-    return str(getattr(value, "__file__", None) or getattr(value, "__name__", value))
-
-
 def _check_call(value: Any, arguments: Sequence[str]) -> None:
-    wanted = f"a function of ({', '.join(arguments)})"
-    remedy = "see docs/extending.md"
-    if not callable(value):
-        raise ConfigError("", found=f"a {type(value).__name__}", wanted=wanted, remedy=remedy)
-    if isinstance(value, type):
-        raise ConfigError("", found="a class", wanted=wanted, remedy=remedy)
+    wanted, remedy = f"a function of ({', '.join(arguments)})", "see docs/extending.md"
+    if not callable(value) or isinstance(value, type):
+        found = "a class" if isinstance(value, type) else f"a {type(value).__name__}"
+        raise ConfigError("", found=found, wanted=wanted, remedy=remedy)
     try:
         signature = inspect.signature(value)
     except ValueError:  # some functions written in C have no signature
@@ -457,8 +431,7 @@ def _checked_task(path: str, value: Any) -> type[Task]:
     elif missing := sorted(_missing_methods(value)):
         found = f"a class without {', '.join(missing)}"
     if found:
-        mistake = Mistake(path="task.type", found=f"{show(path)}: {found}", wanted=wanted, remedy=remedy)
-        raise ConfigErrors(mistakes=[mistake])
+        raise ConfigErrors.one("task.type", f"{show(path)}: {found}", wanted, remedy)
     return value
 
 

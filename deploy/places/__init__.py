@@ -16,7 +16,7 @@ from types import ModuleType
 
 from deploy.places import compose, kubernetes, skypilot, slurm
 from deploy.places.plan import read_plan
-from shared.config.model import ConfigErrors, Mistake
+from shared.config.model import ConfigErrors
 from shared.errors import OutputError
 
 
@@ -48,7 +48,7 @@ def write_place(place: Place, config_path: str, overrides: Sequence[str], out: P
     # The name becomes part of shell commands, in which `-rf` would be an option.
     if not re.fullmatch(r"[\w./][\w./-]*", str(out)):
         wanted, remedy = "letters, digits, _ . and /, later - too, which no shell changes", "name another folder"
-        raise ConfigErrors(mistakes=[Mistake(path="--out", found=str(out), wanted=wanted, remedy=remedy)])
+        raise ConfigErrors.one("--out", str(out), wanted, remedy)
     if mistakes := list(writer.mistakes(plan, out)):
         raise ConfigErrors(f"{config_path} does not fit {place}", mistakes=mistakes)
     files = writer.files(plan, out)

@@ -212,9 +212,8 @@ def _check_learner(plan: Plan, document: Document) -> None:
     urls = [f"http://server-{i}:8000" for i in range(plan.num_servers)]
     learner = config_of(plan.learner_values(urls), world_size=plan.num_ranks)
     if not uses_servers(learner):
-        found, wanted = "a run without rollout servers", "vllm.mode: server"
         remedy = "change it, or start this learner with torchrun alone"
-        raise ConfigErrors(mistakes=[Mistake(path="learner.config", found=found, wanted=wanted, remedy=remedy)])
+        raise ConfigErrors.one("learner.config", "a run without rollout servers", "vllm.mode: server", remedy)
 
 
 def _secrets(document: Document) -> set[str]:

@@ -118,8 +118,7 @@ def preflight(
     num_ranks = 1 if world_size is None else world_size
     if num_ranks < 1:
         remedy = "give the number of learner ranks"
-        mistake = Mistake(path="--world-size", found=str(num_ranks), wanted="an integer >= 1", remedy=remedy)
-        raise ConfigErrors(mistakes=[mistake])
+        raise ConfigErrors.one("--world-size", str(num_ranks), "an integer >= 1", remedy)
     config = load_config(path, world_size=num_ranks, env=env, overrides=overrides)
     check_parts(config)
     plan = resolve(config, num_ranks)

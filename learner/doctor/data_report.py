@@ -33,7 +33,7 @@ from learner.data.survey import (
     warnings_of,
 )
 from learner.data.units import PixelLimits
-from shared.config.model import ConfigErrors, Mistake
+from shared.config.model import ConfigErrors
 from shared.reading import json_of
 
 _MAX_NAMED = 12
@@ -129,8 +129,7 @@ def _check_rows(config: RunConfig, about: Mapping[str, Survey]) -> None:
     if fewest >= config.global_max_length:
         found = f"{config.global_max_length}, and at least {fewest} tokens of the smallest photograph"
         remedy = "raise it, or lower model.max_pixels"
-        mistake = Mistake(path="global_max_length", found=found, wanted="room for a sample", remedy=remedy)
-        raise ConfigErrors(mistakes=[mistake])
+        raise ConfigErrors.one("global_max_length", found, "room for a sample", remedy)
 
 
 def length_report(config: RunConfig, plan: Plan, num_samples: int) -> dict[str, Any]:

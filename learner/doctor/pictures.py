@@ -32,9 +32,7 @@ def draw_pictures(config: RunConfig, samples: Sequence[Sample], number: int, out
     """Draw `number` samples, evenly spread over `samples`, into the folder `out`. Raises OutputError, and ConfigErrors
     if samples of this task cannot be drawn."""
     if config.task.type != "detection":
-        remedy = f"leave {OPTION} out"
-        mistake = Mistake(path=OPTION, found=f"task.type: {config.task.type}", wanted="detection", remedy=remedy)
-        raise ConfigErrors(mistakes=[mistake])
+        raise ConfigErrors.one(OPTION, f"task.type: {config.task.type}", "detection", f"leave {OPTION} out")
     augment, images = config.data.augment, Images(config.data.image_rules)
     number = min(number, len(samples))
     paths = []

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from learner.config.schema import RunConfig
 from learner.config.sections.training import ESTIMATED, TrainingConfig, kept_metric
 from learner.run.files import write_atomically, writing
-from shared.config.model import ConfigErrors, Mistake, show
+from shared.config.model import ConfigErrors, show
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -175,13 +175,12 @@ def check_kept_metric(config: RunConfig) -> None:
     if metric in known:
         return
     near = get_close_matches(metric, known, n=1)
-    mistake = Mistake(
-        path="training.keep_best",
+    raise ConfigErrors.one(
+        "training.keep_best",
         found=f"{show(metric)}, which no evaluation of {config.task.type} has",
         wanted=f"one of {', '.join(known)}",
         remedy=f"did you mean {near[0]}?" if near else "name one of these, or set training.keep_best: null",
     )
-    raise ConfigErrors(mistakes=[mistake])
 
 
 def _rewards_of(config: RunConfig) -> list[str]:

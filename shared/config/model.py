@@ -74,6 +74,11 @@ class ConfigErrors(ConfigError):  # noqa: N818  (it holds several)
         super().__init__(what, found=found, wanted=wanted, remedy=remedy)
         self.mistakes = tuple(mistakes)
 
+    @classmethod
+    def one(cls, path: str, found: str, wanted: str, remedy: str) -> ConfigErrors:
+        """Return the error of a single mistake, see `Mistake`."""
+        return cls(mistakes=[Mistake(path=path, found=found, wanted=wanted, remedy=remedy)])
+
     def __str__(self) -> str:
         return "\n".join(str(mistake) for mistake in self.mistakes) or super().__str__()
 

@@ -111,7 +111,7 @@ def parse_text(raw: bytes, file: str) -> Parsed:
 
 def _compose(raw: bytes, file: str) -> yaml.Node | None:
     if len(raw) > MAX_BYTES:
-        raise _unreadable(
+        raise ConfigErrors.one(
             file,
             f"more than {MAX_BYTES} bytes",
             f"at most {MAX_BYTES} bytes",
@@ -121,24 +121,22 @@ def _compose(raw: bytes, file: str) -> yaml.Node | None:
         # `utf-8-sig` drops a byte order mark, which some editors write.
         return _Composer(raw.decode("utf-8-sig")).get_single_node()
     except UnicodeDecodeError as error:
-        raise _unreadable(
+        raise ConfigErrors.one(
             file, f"a byte that is not UTF-8 at offset {error.start}", "UTF-8 text", "save it as UTF-8"
         ) from error
     except RecursionError as error:
-        raise _unreadable(file, "endless nesting", f"at most {MAX_DEPTH} levels", "close the brackets") from error
+        raise ConfigErrors.one(file, "endless nesting", f"at most {MAX_DEPTH} levels", "close the brackets") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
         remedy = "indent with spaces" if "\\t" in str(error.problem) else "fix the line, or quote the text"
-        raise _unreadable(place, f"{error.problem or error.context}", "YAML", remedy) from error
+        raise ConfigErrors.one(place, f"{error.problem or error.context}", "YAML", remedy) from error
     except yaml.YAMLError as error:
-        raise _unreadable(file, str(error).splitlines()[0], "YAML text", "remove the special characters") from error
+        raise ConfigErrors.one(
+            file, str(error).splitlines()[0], "YAML text", "remove the special characters"
+        ) from error
     except (ValueError, OverflowError) as error:  # escapes beyond Unicode, such as "\Uffffffff"
-        raise _unreadable(file, str(error), "YAML text", "fix the escape sequence") from error
-
-
-def _unreadable(place: str, found: str, wanted: str, remedy: str) -> ConfigErrors:
-    return ConfigErrors(mistakes=[Mistake(path=place, found=found, wanted=wanted, remedy=remedy)])
+        raise ConfigErrors.one(file, str(error), "YAML text", "fix the escape sequence") from error
 
 
 class _Builder:
@@ -155,7 +153,7 @@ class _Builder:
         if self.num_values > MAX_VALUES or len(path) > MAX_DEPTH:
             wanted = f"at most {MAX_VALUES} values and {MAX_DEPTH} levels"
             found = "more than a configuration can hold, aliases expanded"
-            raise _unreadable(self._place(node), found, wanted, "remove the aliases or the nesting")
+            raise ConfigErrors.one(self._place(node), found, wanted, "remove the aliases or the nesting")
         self.parsed.lines[dotted(path)] = self._place(node)
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path)
@@ -229,10 +227,12 @@ def read_alone(path: Path) -> Parsed:
     try:
         raw = bytes_beside(path)
     except OSError as error:
-        raise _fatal(path, str(error), "a YAML file of that folder", "name the file that is meant: --config") from error
+        raise ConfigErrors.one(
+            str(path), str(error), "a YAML file of that folder", "name the file that is meant: --config"
+        ) from error
     parsed = parse_text(raw, str(path))
     if not isinstance(parsed.value, dict):
-        raise _fatal(path, show(parsed.value), "a mapping of sections", "name another file: --config")
+        raise ConfigErrors.one(str(path), show(parsed.value), "a mapping of sections", "name another file: --config")
     parsed.value = _unescaped(parsed.value)
     return parsed
 
@@ -255,15 +255,15 @@ class _Reader:
         self.num_files += 1
         if path.resolve() in chain or self.num_files > MAX_FILES:
             names = " -> ".join(p.name for p in (*chain[-3:], path))
-            raise _fatal(
-                path, f"files that include each other ({names})", "bases without a cycle", "remove one `base:`"
+            raise ConfigErrors.one(
+                str(path), f"files that include each other ({names})", "bases without a cycle", "remove one `base:`"
             )
         parsed = parse_text(_read_bytes(path, is_base=bool(chain)), str(path))
         if not isinstance(parsed.value, dict):
             found = "nothing" if parsed.value is None else show(parsed.value)
             mistakes = [
                 *parsed.mistakes,
-                *_fatal(path, found, "a mapping of sections", "write `section:` lines").mistakes,
+                *ConfigErrors.one(str(path), found, "a mapping of sections", "write `section:` lines").mistakes,
             ]
             raise ConfigErrors(mistakes=mistakes)
         merged = Parsed(value={})
@@ -330,18 +330,13 @@ def _read_bytes(path: Path, *, is_base: bool) -> bytes:
     (`<(...)`). A base may not: reading a pipe could wait forever."""
     try:
         if is_base and path.exists() and not path.is_file():
-            remedy = "name a file"
-            raise _fatal(path, "no regular file", "a YAML file", remedy)
+            raise ConfigErrors.one(str(path), "no regular file", "a YAML file", "name a file")
         with path.open("rb") as stream:
             return stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         remedy = f"check the path (the working directory is {Path.cwd()})"
-        raise _fatal(path, f"no readable file ({reason})", "a YAML file", remedy) from error
-
-
-def _fatal(path: Path, found: str, wanted: str, remedy: str) -> ConfigErrors:
-    return ConfigErrors(mistakes=[Mistake(path=str(path), found=found, wanted=wanted, remedy=remedy)])
+        raise ConfigErrors.one(str(path), f"no readable file ({reason})", "a YAML file", remedy) from error
 
 
 def _overlay(below: Parsed, above: Parsed) -> None:
