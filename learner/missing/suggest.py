@@ -107,16 +107,8 @@ def suggest(
     from learner.detector.calibration import asked_as
 
     require_boxes(model)
-    if (out / SUGGESTIONS).exists():
-        raise OutputError(
-            "the folder has suggestions already",
-            found=str(out / SUGGESTIONS),
-            wanted="a new folder, so that no decision is lost",
-            remedy="choose another --out, or review these: "
-            f"rollout-learner find-missing review {shlex.quote(str(out))}",
-        )
     # Checked before the model answers: if the file could not be written, hours of answers would be lost.
-    require_writable(out)
+    _require_new(out)
     # Annotations whose format this project cannot write are refused before the model is asked.
     writable_annotations(data, data.train)
     tell(f"reading {data.train}")
@@ -152,6 +144,19 @@ def suggest(
     content = {**told, "suggestions": [asdict(one) for one in found]}
     write_atomically(out / SUGGESTIONS, json.dumps(content) + "\n")
     return found
+
+
+def _require_new(out: Path) -> None:
+    """Raises OutputError if `out` has suggestions, or cannot be written."""
+    if (out / SUGGESTIONS).exists():
+        raise OutputError(
+            "the folder has suggestions already",
+            found=str(out / SUGGESTIONS),
+            wanted="a new folder, so that no decision is lost",
+            remedy="choose another --out, or review these: "
+            f"rollout-learner find-missing review {shlex.quote(str(out))}",
+        )
+    require_writable(out)
 
 
 def by_tiles(sample: Sample, parts: Sequence[tuple[Sample, Sequence[ParsedRollout]]]) -> list[list[DetectionObject]]:
