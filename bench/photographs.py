@@ -299,12 +299,17 @@ def main(
             text = json.dumps({**circumstances(), "model": size, "samples": samples, "runs": rows}, indent=1)
             (out / "photographs.json").write_text(text + "\n")
     finally:
-        for log in folder.glob("server-*.log"):
-            shutil.copy(log, out)
-        for run in (path.parent for path in folder.glob("*/metrics.jsonl") if not path.parent.is_symlink()):
-            shutil.copy(run / "metrics.jsonl", out / f"{run.name}-metrics.jsonl")
+        keep_logs(folder, out)
         shutil.rmtree(folder, ignore_errors=True)
     sys.exit(any("error" in row for row in rows))
+
+
+def keep_logs(folder: Path, out: Path) -> None:
+    """Copy the servers' logs and the learners' metrics from `folder` into `out`."""
+    for log in folder.glob("server-*.log"):
+        shutil.copy(log, out)
+    for run in (path.parent for path in folder.glob("*/metrics.jsonl") if not path.parent.is_symlink()):
+        shutil.copy(run / "metrics.jsonl", out / f"{run.name}-metrics.jsonl")
 
 
 def _rows(topology: Topology, work: Workload, *, compiles: bool) -> Iterator[dict[str, Any]]:

@@ -39,8 +39,16 @@ class Timed(SwiftRLHF):
         return super().train(trainer)
 
 
+def tuner_of(lora: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments that choose what is trained: an adapter, or all weights."""
+    if not lora:
+        return {"tuner_type": "full"}
+    sizes = {"lora_rank": lora["r"], "lora_alpha": lora["alpha"], "lora_dropout": 0.0}
+    return {"tuner_type": "lora", **sizes, "target_modules": [lora["target_modules"]]}
+
+
 def main(settings: dict[str, Any]) -> None:
-    Timed.clock, lora = start(settings), settings["lora"]
+    Timed.clock = start(settings)
     folder, on_gpu = Path(settings["out"]).parent, settings["on_gpu"]
     message = {"role": "user", "content": settings["prompt"]}
     rows = [{"messages": [message], "images": [str(file)]} for file in image_files(settings)]
@@ -59,10 +67,6 @@ def main(settings: dict[str, Any]) -> None:
 
     VllmEngine._prepare_generation_config = without_images
     batch = settings["photographs"] * settings["group"]
-    tuner: dict[str, Any] = {"tuner_type": "full"}
-    if lora:
-        tuner = {"tuner_type": "lora", "lora_rank": lora["r"], "lora_alpha": lora["alpha"], "lora_dropout": 0.0}
-        tuner |= {"target_modules": [lora["target_modules"]]}
     arguments = RLHFArguments(
         rlhf_type="grpo",
         model=settings["model"],
@@ -73,7 +77,7 @@ def main(settings: dict[str, Any]) -> None:
         reward_funcs=["race"],
         output_dir=str(folder / "swift"),
         torch_dtype="bfloat16" if on_gpu else "float32",
-        **tuner,
+        **tuner_of(settings["lora"]),
         # The others adapt the vision tower too.
         freeze_vit=False,
         freeze_aligner=False,

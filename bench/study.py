@@ -34,6 +34,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -240,22 +241,24 @@ def main(
         estimate_regimes(study, regimes, draws)
         return
     runs = runs_of(regimes, arm or tuple(ARMS), range(FIRST_SEED, FIRST_SEED + seeds))
-    slots = [Slot[StudyRun](devices=(0,) if on_gpu else ()) for _ in range(number)]
     study.make_folders()
+    sys.exit(exit_code_of(partial(compare_arms, study, regimes, runs, number), lambda: report(out)))
 
-    def do(processes: Processes) -> None:
-        for one in regimes:
-            write_data(study, one)
-        with_weights(study, runs)
-        study.compare(
-            slots,
-            runs,
-            start=lambda run, slot: start(study, processes, run, slot),
-            keep=lambda run: keep(study, run),
-            can_start=lambda run: run.first is None or _is_there(study, run.first),
-        )
 
-    sys.exit(exit_code_of(do, lambda: report(out)))
+def compare_arms(
+    study: Study, regimes: Sequence[Regime], runs: Sequence[StudyRun], number: int, processes: Processes
+) -> None:
+    """Write the data of all regimes, and run the arms, at most `number` at a time."""
+    for regime in regimes:
+        write_data(study, regime)
+    with_weights(study, runs)
+    study.compare(
+        [Slot[StudyRun](devices=(0,) if study.on_gpu else ()) for _ in range(number)],
+        runs,
+        start=lambda run, slot: start(study, processes, run, slot),
+        keep=lambda run: keep(study, run),
+        can_start=lambda run: run.first is None or _is_there(study, run.first),
+    )
 
 
 def rank_regimes(study: Study, regimes: Sequence[Regime]) -> None:
