@@ -134,7 +134,9 @@ def _support(
 
 
 def _shape(obj: DetectionObject) -> list[float]:
-    """Return the features `log_area` to `edge`."""
+    """Return three features of the object's bounding box, all without a unit: `log_area`, the natural logarithm of its
+    area as a share of the image's; `log_aspect`, the natural logarithm of its width over its height, in bins; `edge`,
+    its distance to the nearest edge as a share of the image's side, 0 at the edge."""
     x1, y1, x2, y2 = bounding_box(obj)
     width, height, last = x2 - x1, y2 - y1, NUM_BINS - 1
     edge = min(x1, y1, last - x2, last - y2) / last
@@ -142,7 +144,10 @@ def _shape(obj: DetectionObject) -> list[float]:
 
 
 def _overlaps(objects: Sequence[DetectionObject], shares: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the features `overlap` to `rivals` [N, 3]."""
+    """Return three features of each of N candidates of an image [N, 3], each from 0 to 1: `overlap`, the largest IoU
+    with another candidate; `overlap_same`, the same among candidates of its name; `rivals`, the largest of `shares`
+    among the others that it overlaps by an IoU of 0.3 or more. 0 where there is no other. `shares` [N]: the share of
+    the answers that have each candidate."""
     if not objects:
         return np.zeros((0, 3))
     iou = iou_matrix(objects, objects)
