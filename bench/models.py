@@ -20,17 +20,14 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedTokenizerFast,
-    Qwen2VLImageProcessor,
     Qwen3Config,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
 )
 
 from bench.demo_model import Size as VisionSize
 from bench.demo_model import build as build_vision_model
-from bench.tiny import CHAT_TEMPLATE, EOS, PAD, build_tokenizer, vision_token_ids
+from bench.tiny import CHAT_TEMPLATE, EOS, MERGE_SIZE, PAD, build_processor, build_tokenizer, vision_token_ids
 from deploy.demo.build_data import Build
 from deploy.demo.build_data import build as build_data
 
@@ -46,7 +43,7 @@ SHAPES: dict[Size, tuple[int, int, int, int, int, int, int]] = {
     "tiny": (4096, 64, 2, 4, 2, 32, 128),
 }
 
-PATCH_SIZE, MERGE_SIZE = 16, 2  # a photograph of 1024x1024 pixels has 4,096 patches and 1,024 tokens
+PATCH_SIZE = 16  # a photograph of 1024x1024 pixels has 4,096 patches and 1,024 tokens
 MOST_PIXELS = 1024 * 1024
 # the language model: vocabulary, hidden, layers, heads, key-value heads, head size, intermediate, sections of positions
 TEXT_SHAPES: dict[PhotographSize, tuple[int, int, int, int, int, int, int, list[int]]] = {
@@ -161,14 +158,7 @@ def build_photograph_model(path: Path, size: PhotographSize = "4B") -> int:
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad, do_sample=False)
     model.save_pretrained(path)
-    patches = {"patch_size": PATCH_SIZE, "merge_size": MERGE_SIZE, "temporal_patch_size": 2}
-    pixels = {"shortest_edge": 256 * 256, "longest_edge": MOST_PIXELS}
-    Qwen3VLProcessor(
-        image_processor=Qwen2VLImageProcessor(size=pixels, **patches),
-        tokenizer=tokenizer,
-        video_processor=Qwen3VLVideoProcessor(size=pixels, **patches),
-        chat_template=CHAT_TEMPLATE,
-    ).save_pretrained(path)
+    build_processor(tokenizer, MOST_PIXELS, min_pixels=256 * 256, patch_size=PATCH_SIZE).save_pretrained(path)
     count = sum(p.numel() for p in model.parameters())
     del model
     torch.cuda.empty_cache()

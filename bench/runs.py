@@ -76,10 +76,6 @@ class Server:
     def pid(self) -> int:
         return self.process.popen.pid
 
-    @property
-    def has_ended(self) -> bool:
-        return self.process.popen.poll() is not None
-
     def wait_ready(self, timeout_s: float = _READY_TIMEOUT_S) -> float:
         """Returns the seconds waited. Raises ServerError if it ended first, DeadlineError."""
         return wait_ready(self.process, self.url, timeout_s)

@@ -20,12 +20,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
+    ProcessorMixin,
     Qwen2VLImageProcessor,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
+from transformers.video_processing_utils import BaseVideoProcessor
 
 from learner.config.inference import INFERENCE_NAME, InferenceSettings, prompt_messages
 from learner.config.sections.task import TaskConfig
@@ -189,14 +191,22 @@ def build_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     )
 
 
-def build_processor(tokenizer: PreTrainedTokenizerFast, max_pixels: int = 256**2) -> Qwen3VLProcessor:
-    """An image keeps its size from 64x64 to `max_pixels` pixels; it becomes patches of 8x8, four of them to a token."""
-    patches = {"patch_size": PATCH_SIZE, "merge_size": MERGE_SIZE, "temporal_patch_size": 2}
-    pixels = {"shortest_edge": 64**2, "longest_edge": max_pixels}
-    return Qwen3VLProcessor(
+def build_processor(
+    tokenizer: PreTrainedTokenizerFast,
+    max_pixels: int = 256**2,
+    *,
+    min_pixels: int = 64**2,
+    patch_size: int = PATCH_SIZE,
+    kind: type[ProcessorMixin] = Qwen3VLProcessor,
+    video: type[BaseVideoProcessor] = Qwen3VLVideoProcessor,
+) -> ProcessorMixin:
+    """An image keeps its size from `min_pixels` to `max_pixels` pixels; four of its patches become a token."""
+    patches = {"patch_size": patch_size, "merge_size": MERGE_SIZE, "temporal_patch_size": 2}
+    pixels = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+    return kind(
         image_processor=Qwen2VLImageProcessor(size=pixels, **patches),
         tokenizer=tokenizer,
-        video_processor=Qwen3VLVideoProcessor(size=pixels, **patches),
+        video_processor=video(size=pixels, **patches),
         chat_template=CHAT_TEMPLATE,
     )
 

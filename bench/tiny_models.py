@@ -24,7 +24,6 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
-    Qwen2VLImageProcessor,
     Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
     Qwen3Config,
@@ -32,7 +31,7 @@ from transformers import (
 )
 
 from bench.demo_model import build
-from bench.tiny import CHAT_TEMPLATE, MERGE_SIZE, PATCH_SIZE, build_tokenizer, vision_token_ids
+from bench.tiny import CHAT_TEMPLATE, MERGE_SIZE, PATCH_SIZE, build_processor, build_tokenizer, vision_token_ids
 
 
 def build_qwen3_vl(path: Path) -> None:
@@ -68,7 +67,7 @@ def build_qwen2_5_vl(path: Path) -> None:
     torch.manual_seed(0)
     model = Qwen2_5_VLForConditionalGeneration(_qwen2_5_vl_config(tokenizer))
     _save(model, tokenizer, path)
-    _save_processor(Qwen2_5_VLProcessor, tokenizer, path)
+    build_processor(tokenizer, kind=Qwen2_5_VLProcessor, video=Qwen2VLVideoProcessor).save_pretrained(path)
 
 
 def build_qwen2_vl(path: Path) -> None:
@@ -84,20 +83,7 @@ def build_qwen2_vl(path: Path) -> None:
         Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens)
     )
     _save(model, tokenizer, path)
-    _save_processor(Qwen2VLProcessor, tokenizer, path)
-
-
-def _save_processor(
-    processor: type[Qwen2VLProcessor | Qwen2_5_VLProcessor], tokenizer: PreTrainedTokenizerFast, path: Path
-) -> None:
-    patches = {"patch_size": PATCH_SIZE, "merge_size": MERGE_SIZE, "temporal_patch_size": 2}
-    pixels = {"shortest_edge": 64**2, "longest_edge": 256**2}
-    processor(
-        image_processor=Qwen2VLImageProcessor(size=pixels, **patches),
-        tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(size=pixels, **patches),
-        chat_template=CHAT_TEMPLATE,
-    ).save_pretrained(path)
+    build_processor(tokenizer, kind=Qwen2VLProcessor, video=Qwen2VLVideoProcessor).save_pretrained(path)
 
 
 _TEXT_KEYS = (
