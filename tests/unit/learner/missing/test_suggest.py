@@ -7,6 +7,7 @@ import json
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ class Sure(Answers):
 
 @pytest.fixture(autouse=True)
 def sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    # `suggest` imports it later, and then it would keep the class of this test.
+    import_module("learner.detector.calibration")
     monkeypatch.setattr("learner.detector.answers.Answers", Sure)
 
 
@@ -87,7 +90,7 @@ def test_answers_to_tiles_are_answers_to_the_photograph(tmp_path: Path) -> None:
     found = suggest(model, annotations_of(model, path), tmp_path / "out", asked, tiles=[120, WIDTH])
     assert (len({one.sample_id for one in found}), {one.answers for one in found}) == (2, {6})
     own = [(tuple(map(round, one.box)), one.votes) for one in found if one.sample_id == found[0].sample_id]
-    in_tiles = [((152, 24 + top, 176, 60 + top), 2) for top in (0, HEIGHT - 120)]  # of 120 pixels, at the right
+    in_tiles = [((152, 19 + top, 176, 48 + top), 2) for top in (0, HEIGHT - 96)]  # of 120 x 96 pixels, at the right
     assert own == [((120, 32, 160, 80), 4), *in_tiles]
 
 
