@@ -321,7 +321,7 @@ def predict(
     ] = None,
     classes: Annotated[str | None, typer.Option(help="Only these, by commas; a base model is asked for them.")] = None,
     tile: Annotated[
-        int | None, typer.Option(min=32, help="Cut larger photographs into tiles of so many pixels.")
+        int | None, typer.Option(min=32, help="Cut larger photographs into tiles: the longer side, in pixels.")
     ] = None,
     max_new_tokens: MaxNewTokens = None,
     prompt: Annotated[str | None, typer.Option(help="Instead of the prompt of training.")] = None,
@@ -568,7 +568,9 @@ def suggest_missing(
     samples: Annotated[int, typer.Option(min=2, max=64, help="Answers drawn to each image.")] = 4,
     tile: Annotated[
         list[int] | None,
-        typer.Option(min=32, help="Ask about overlapping tiles of so many pixels, too; again for another size."),
+        typer.Option(
+            min=32, help="Ask about overlapping tiles, too: the longer side, in pixels; again for another size."
+        ),
     ] = None,
     image_root: Annotated[str | None, typer.Option(help="Where relative image paths start.")] = None,
     backend: BackendOption = AnswersBy.vllm,

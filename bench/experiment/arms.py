@@ -28,7 +28,7 @@ class Arm:
 
     `learns`: labels with gaps, or all of them. `after`: an arm whose last weights make the labels (`relabels`), answer
     (`finds`), or made the labels that this arm learns. `verdicts`: so many finds of `after` are audited.
-    `tiles`: the sides, in pixels, of tiles about which `finds` asks too.
+    `tiles`: the longer sides, in pixels, of tiles about which `finds` asks too.
     """
 
     variant: str = "sft"

@@ -76,7 +76,7 @@ class Detector:
     ) -> None:
         """`options` are fields of `AnswerSettings`, such as `samples=4` or `backend="hf"`. Boxes with a score below
         `conf` are left out, and so are boxes of other classes than `classes`, unless `classes` is (). A model that this
-        project did not train is asked for `classes`. `tile` is the side of the tiles of larger photographs, in pixels.
+        project did not train is asked for `classes`. `tile`: the longer side of tiles, in pixels.
 
         Raises ConfigError."""
         self.model = path if isinstance(path, ModelFiles) else find_model(path, classes=classes)

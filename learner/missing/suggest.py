@@ -99,7 +99,7 @@ def suggest(
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Suggestion]:
     """Write the suggestions into `out`, and return them. The model is asked with its own prompt, as `predict` asks it.
-    `tiles`: the sides, in pixels, of tiles about which it is asked too. Each side gives as many answers more.
+    `tiles`: the longer sides, in pixels, of tiles about which it is asked too. Each gives as many answers more.
 
     Raises OutputError if `out` has suggestions, DataError for annotations to which nothing can be added, and what the
     model and the annotations raise."""

@@ -153,8 +153,8 @@ class DataConfig(Section):
         "training photographs are augmented; null: they are seen as they are. `augment: {}` takes the defaults", None
     )
     tile: int | None = key(
-        "training photographs larger than this are learned whole and in overlapping tiles of this side, as `predict "
-        "--tile` asks; for small objects. Not with `augment` or `labels.complete`",
+        "longer side of tiles: larger photographs are learned whole and in overlapping tiles of their own shape, as "
+        "`predict --tile` asks; for small objects. Not with `augment` or `labels.complete`",
         None,
         unit="pixels",
         ge=64,

@@ -34,22 +34,23 @@ def read(folder: Path, *boxes: list[float], **data: Any) -> list[Sample]:
 
 
 def test_a_large_photograph_is_learned_whole_and_in_tiles(tmp_path: Path) -> None:
-    """Tiles of 500 begin at 0, 250 and 500. A box of 100 x 50 at 480 has a fifth of its area in the first tile, where
-    it is an ignore region; in the second it is whole, and in the third it is cut at the border."""
+    """Tiles of 500 x 250 begin at 0, 250 and 500. A box of 100 x 50 at 480 has a fifth of its area in the first tile,
+    where it is an ignore region; in the second it is whole, and in the third it is cut at the border."""
     whole, *tiles, small = read(tmp_path, [480, 100, 100, 50], tile=500)
     assert (whole.sample_id, small.sample_id) == ("0", "1")
     assert whole.view is None
     assert small.view is None
-    assert [one.sample_id for one in tiles] == ["0@0,0", "0@250,0", "0@500,0"]
-    assert [(one.width, one.height) for one in tiles] == [(500, 500)] * 3
+    assert [one.sample_id for one in tiles] == [f"0@{left},{top}" for top in (0, 125, 250) for left in (0, 250, 500)]
+    assert [(one.width, one.height) for one in tiles] == [(500, 250)] * 9
+    del tiles[3:]
     bins = [[obj.bins for obj in one.objects] for one in tiles]
-    top, bottom = round(100 / 500 * 999), round(150 / 500 * 999)
+    top, bottom = round(100 / 250 * 999), round(150 / 250 * 999)
     assert bins == [[], [(round(230 / 500 * 999), top, round(330 / 500 * 999), bottom)], [(0, top, 160, bottom)]]
     assert whole.objects[0].bins == tuple(round(value * 999) for value in (0.48, 0.2, 0.58, 0.3))
     assert [len(one.ignored) for one in tiles] == [1, 0, 0]
     (picture,) = open_images(tiles[2], Images(ImageRules()))
-    assert picture.size == (500, 500)
-    assert picture.tobytes() == open_images(whole, Images(ImageRules()))[0].crop((500, 0, 1000, 500)).tobytes()
+    assert picture.size == (500, 250)
+    assert picture.tobytes() == open_images(whole, Images(ImageRules()))[0].crop((500, 0, 1000, 250)).tobytes()
 
 
 def test_a_tile_has_what_is_too_small_for_the_whole_photograph(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_a_tile_has_what_is_too_small_for_the_whole_photograph(tmp_path: Path) -
     first = tiles[0]
     assert [obj.bins for obj in (*first.objects, *first.ignored)] == [], "less than a pixel of the tile"
     whole, *tiles, _ = read(tmp_path, [20.3, 30, 6.1, 20], tile=100)
-    assert [obj.bins for obj in tiles[0].objects] == [tuple(round(v * 9.99) for v in (20.3, 30, 26.4, 50))]
+    assert [obj.bins for obj in tiles[0].objects] == [tuple(round(v * 9.99) for v in (20.3, 60, 26.4, 100))]
 
 
 def test_only_what_is_trained_on_is_cut(tmp_path: Path) -> None:

@@ -196,18 +196,18 @@ def test_the_detector_in_python(data: Path) -> None:
 
 
 def test_a_large_photograph_in_tiles_finds_what_the_whole_is_too_small_for(data: Path, tmp_path: Path) -> None:
-    """Four scenes side by side: the model sees 128 x 128 pixels of each tile, as in training."""
-    whole = Image.new("RGB", (512, 128))
+    """Four scenes, two by two: the model sees 128 x 128 pixels of each tile, as in training."""
+    whole = Image.new("RGB", (256, 256))
     for place, file in enumerate(sorted((data / "images" / "test").iterdir())):
         with Image.open(file) as scene:
-            whole.paste(scene, (128 * place, 0))
-    whole.save(tmp_path / "wide.png")
+            whole.paste(scene, (128 * (place % 2), 128 * (place // 2)))
+    whole.save(tmp_path / "large.png")
     counts = {}
     for tile in (None, 128):
         with Detector(CHECKPOINT, backend="hf", tile=tile) as detector:
-            (found,) = detector.predict(tmp_path / "wide.png")
+            (found,) = detector.predict(tmp_path / "large.png")
         counts[tile] = len(found.boxes)
-        assert (found.width, found.height) == (512, 128)
+        assert (found.width, found.height) == (256, 256)
     assert counts[128] > counts[None]
 
 
