@@ -9,10 +9,10 @@ and its place in that share, however calls and ranks divide the share.
 
 Weights are synced after `sync_every` executed Channel-B steps. They are synced earlier if rollouts with the served
 weights would be more than `max_update_lag` updates old at the next Channel-B step. With `version_window: 0` only packs
-made since the last sync are learned. A sync for an evaluation does not count here. Before a sync each rank starts no
-new call, and waits for its call in flight. If the step has samples to learn meanwhile, it does not wait: the sync then
-runs between two rows of the step, as soon as no call is in flight, or after the last row. Such a sync sends the weights
-from before the step, because weights change only at the step's end.
+made since the last sync are learned. A sync that only serves an evaluation makes no pack older. Before a sync each rank
+starts no new call, and waits for its call in flight. If the step has samples to learn meanwhile, it does not wait: the
+sync then runs between two rows of the step, as soon as no call is in flight, or after the last row. Such a sync sends
+the weights from before the step, because weights change only at the step's end.
 
 A scheduled Channel-B step may find no share that is ready on all ranks. It then runs Channel-A on two conditions: the
 rollouts in the making can still be learned later, and the producers have other shares to roll out meanwhile. Otherwise
@@ -20,8 +20,8 @@ the step waits for the rollouts, because the next steps would not find them eith
 `max_starved_steps` scheduled Channel-B steps in a row that ran Channel-A. With `b_ratio: 1` every step waits.
 
 Invariants: the invariants of the module `shares` hold; every rank enters a fence (a block in which its producer makes
-no call), or no rank does; all ranks learn the same share. The producer's thread has its own encoder. So it has nothing
-in common with the learning thread.
+no call), or no rank does; all ranks learn the same share. The producer's thread has its own encoder, so it shares
+nothing with the learning thread.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ class Sizes:
     """How many samples a pack and a generation call have on one rank."""
 
     samples_per_pack: int
-    call_size: int  # samples per generation call
+    call_size: int
 
     @classmethod
     def of(cls, *, samples_per_pack: int, packs_per_step: int, capacity: int) -> Sizes:
         """Return the sizes. A call has as many whole packs as the servers decode at once (`capacity` samples), or a
-        quarter of a step's packs, whichever is more. It has at most a step's packs, because a sync waits for the call
-        in flight. The calls of a step are about equally long. If the queue has less room, `ShareQueue` makes a call
-        shorter."""
+        quarter of a step's packs, whichever is more. A call has at most one step's packs, because a sync waits for the
+        call in flight. The calls of a step have about equally many samples. If the queue has less room, `ShareQueue`
+        makes a call shorter."""
         # When each call made only one pack, servers decoded 8 samples at once instead of 64, and 12 of 16 steps found
         # no rollouts.
         packs = max(1, min(max(capacity // samples_per_pack, packs_per_step // CALLS_PER_STEP), packs_per_step))
@@ -130,7 +130,8 @@ class Stage2Ahead(Stage2Steps):
     ) -> None:
         super().__init__(parts)
         self._reader, self._bounds, self._deadline_s = reader, bounds, deadline_s
-        self._max_starved_steps, self._starved = max_starved_steps, 0  # Channel-B steps without packs, in a row
+        # `_starved` counts the Channel-B steps in a row that found no packs.
+        self._max_starved_steps, self._starved = max_starved_steps, 0
         packs = parts.packs_per_step
         self._sizes = Sizes.of(samples_per_pack=samples_per_pack, packs_per_step=packs, capacity=capacity)
         self._shares = Shares(parts.batches.left, b_ratio=parts.b_ratio, total_steps=total_steps)
@@ -138,10 +139,11 @@ class Stage2Ahead(Stage2Steps):
         self._synced_at = 0  # optimizer updates in the weights that the servers have
         self._next_step = 0
         self._share_of_step = 0
-        self._learned_since_sync = bounds.sync_every  # number of Channel-B steps; at first the limit, so a sync is due
-        self._learned_meanwhile = 0  # Channel-B steps learned while a sync was postponed
+        # Number of Channel-B steps. It begins at the limit, so that a sync is due before the first step.
+        self._learned_since_sync = bounds.sync_every
+        self._learned_meanwhile = 0  # number of Channel-B steps learned while a sync was postponed
         self._is_postponed = False  # True: the sync that this step wants was postponed
-        self._depth = 0  # packs queued when the step's channel was chosen
+        self._depth = 0  # number of queued packs when the step's channel was chosen
         self._reported = (PackCounts(), CallTotals())  # totals after the last step; metrics are the increase since then
         log.info("rollouts run ahead: %s, %s", bounds, self._sizes)
 
@@ -181,7 +183,7 @@ class Stage2Ahead(Stage2Steps):
         # for the next sync.
         producer, counts = self._producer, self._learned_since_sync > self._learned_meanwhile
         with ExitStack() as stack:
-            fences = [Fence()]  # used before the first sync: no producer makes calls yet
+            fences = [Fence()]  # this fence is used before the first sync, when no producer exists
             if producer is not None:
                 with self._clock.phase("wait"):
                     enter = producer.fence(self._deadline_s, counts=counts)
@@ -265,9 +267,9 @@ class Stage2Ahead(Stage2Steps):
         self._producer.await_call(self._deadline_s)
 
     def _choose(self, global_step: int, ready: Sequence[Outlook]) -> StepChoice | None:
-        """Return what the step learns: of the shares whose rollouts are ready on all ranks, the one with the oldest
-        rollouts. If no share is ready, return a share to learn as ground truth, or None if the step must wait for
-        rollouts."""
+        """Return the channel and the share of the step. If shares have rollouts on all ranks, Channel-B learns the
+        share with the oldest rollouts. Otherwise Channel-A learns a share as ground truth. Return None if the step must
+        wait for rollouts instead."""
         shares = common(ready)
         decision = decide_channel(global_step, self._parts.b_ratio, feasible=bool(shares))
         if decision.channel == "B":
@@ -278,21 +280,22 @@ class Stage2Ahead(Stage2Steps):
         return StepChoice(decision=decision, share=self._shares.of_a(global_step, self._epoch))
 
     def _waits(self, global_step: int, ready: Sequence[Outlook]) -> bool:
-        """Return True if a Channel-B step without ready rollouts waits for those of the most urgent share. It waits if
-        `b_ratio` is 1, if the producers have had nothing to do or soon would, or if Channel-A would make rollouts
+        """Return True if a Channel-B step without ready rollouts waits for the rollouts of the most urgent share. It
+        waits in three cases: `b_ratio` is 1; the producers were idle or soon would be; Channel-A would make rollouts
         useless."""
         if not any(one.is_making for one in ready):
             return False
-        # Producers that stood still began the rollouts of this share late. Unless the step waits, they begin every
-        # later share late.
+        # All producers were idle for a time, so they began to roll out this share late. If the step did not wait, they
+        # would begin every later share late too.
         if all(one.stood_still for one in ready):
             return True
         bounds = self._bounds
-        # With `version_window: 0` producers make only the rollouts of steps before the next sync. Then they stop
-        # anyway, so waiting for them loses nothing.
+        # With `version_window: 0` producers make only the rollouts of steps before the next sync. Until that sync they
+        # have nothing else to do, so waiting for them loses nothing.
         if self._parts.b_ratio == 1 or bounds.version_window == 0 or not all(one.goes_on for one in ready):
             return True
-        # Channel-A would learn this share as ground truth, and its rollouts would be made in vain.
+        # If this step ran Channel-A, the share `given_up` would be learned as ground truth, and its rollouts, already
+        # begun, would be made in vain.
         if any(self._shares.given_up(global_step, self._epoch) in one.begun for one in ready):
             return True
         # Until the next sync all rollouts come from the weights that are served now, or from older weights.
@@ -323,8 +326,8 @@ class Stage2Ahead(Stage2Steps):
     # ---- both channels ---------------------------------------------------------------------------------------------
 
     def _next_batch(self) -> MicroBatch:
-        """Return the samples that Channel-A learns in this step. Also start to encode those that it will probably learn
-        next."""
+        """Return the samples that Channel-A learns in this step. Also start to encode the samples that it will probably
+        learn next."""
         share, batches = self._share_of_step, self._parts.batches
         behind = [other for other in batches.left(self._epoch) if other > share][:LOOK_AHEAD]
         batch = batches.take(share, then=behind)
@@ -333,7 +336,7 @@ class Stage2Ahead(Stage2Steps):
         return batch
 
     def _channel_b(self) -> Generator[PackedRow]:
-        """Yield the rows of the step's rollouts. They are ready, so the clock's phase `wait` is short."""
+        """Yield the rows of the step's rollouts. The rollouts are ready, so the clock's phase `wait` is short."""
         producer = self._producer
         assert producer is not None, "Channel-B before the first sync"
         with self._clock.phase("wait"):
@@ -353,7 +356,8 @@ class Stage2Ahead(Stage2Steps):
         return [row for _, group in versions for row in self._parts.row_maker.rows([s for pack in group for s in pack])]
 
     def _rank_metrics(self) -> RankMetrics:
-        """Return the step's metrics of this rank: the queue's depth, the packs' age, the drops, the calls' seconds."""
+        """Return this rank's metrics of the step: the length of the queue, the age of the learned packs, the dropped
+        packs, and the seconds of the calls."""
         learned_share = {"stage2_ab/async/share": float(self._share_of_step)}
         if self._producer is None:
             return RankMetrics(means=learned_share)

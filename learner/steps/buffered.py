@@ -1,14 +1,13 @@
 """Learns the rows of one accumulation window in several optimizer steps (R18).
 
-The first step of a window is its E-step: it makes, matches and packs rollouts as a run without this buffer does, and
-keeps the rows. The window's other steps are M-steps: they learn the same rows in the same order, with no rollout, no
-sync and no packing. `WindowRepeater` hands out the window's micro-batches again in each M-step, so an M-step takes no
-new samples.
+The first step of a window is its E-step. It makes, matches and packs rollouts like a run without this buffer, and keeps
+the rows. The window's other steps are M-steps. They learn the same rows in the same order, without rollouts, syncs or
+packing. `WindowRepeater` hands out the window's micro-batches again in each M-step, so an M-step takes no new samples.
 
 Invariants: steps get copies of the kept rows, so no step changes the rows of the next. The packing buffer changes in
 E-steps only. A micro-batch other than the one that the kept rows were made of raises an error. The buffer is not part
-of a checkpoint. A run resumed in the middle of a window begins with an E-step (making rollouts) on the whole window,
-and on the samples that were carried into the window. Evaluations do not use this buffer.
+of a checkpoint. A run resumed in the middle of a window begins with an E-step: it makes rollouts of all samples of the
+window, and of the samples that earlier windows carried into it. Evaluations do not use this buffer.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ class BufferedSteps(FreshSteps):
         super().restore(state)
 
     def _begin_window(self, window: Sequence[Upcoming]) -> None:
-        """In an E-step, which makes a window's rollouts, begin the window as a run without this buffer does. In an
-        M-step, which learns the same rollouts again, roll out nothing. Then set the metrics."""
+        """In an E-step, make the window's rollouts. In an M-step, which learns the same rollouts again, make none. Then
+        set the metrics."""
         if not self._is_midway:
             self._due_before = super()._due_on_resume()
             self._window, self._made_at, self._kept = self._repeater.next_step.window, self._global_step, []
@@ -106,8 +105,8 @@ class BufferedSteps(FreshSteps):
 
 
 def copy_row(row: PackedRow) -> PackedRow:
-    """Return a copy of `row`. Only the arrays of `policy` are shared with `row`: the first pass writes into them, for
-    all copies."""
+    """Return a copy of `row`. Only the arrays of `policy` are shared with `row`, because the first pass writes values
+    into them that all copies need."""
     return replace(row, segments=tuple(_copy_segment(segment) for segment in row.segments))
 
 

@@ -1,11 +1,12 @@
-"""Completes the labels of a run's training samples by the model's own agreeing answers (`labels.complete`, R48, D20).
+"""Adds labels to a run's training samples if several of the model's own answers agree on them (`labels.complete`, R48,
+D20).
 
 In: the training samples, and a backend that has the weights of this step. Out: the same list, with more labels in it.
 Each completion writes the labels that it added to `labels/step_N.json` in the run directory. With `write`, all labels
 are also written as annotations, in the format of the annotation file.
 
-Invariants: every rank has the same labels. Annotated labels stay, and each completion starts from the annotated labels,
-not from the last completion. A due step completes labels once. A run resumed from step n has the labels that it had at
+Invariants: every rank has the same labels. Annotated labels stay. Each completion starts from the annotated labels, not
+from the last completion. A step completes labels at most once. A run resumed from step n has the labels that it had at
 step n, and the files of later steps are removed. No sample grows longer than a packed row.
 """
 
@@ -186,8 +187,8 @@ class LabelCompletion:
 
     def _candidates(self, annotated: Sequence[Sample], global_step: int) -> list[_Looked]:
         """Return the label candidates of each sample, in order, with the pixels of the free candidates (candidates that
-        overlap no label). The samples are handled part by part: each rank asks for answers to some samples of the part,
-        then all ranks exchange results."""
+        overlap no label). The samples are handled in parts: each rank asks for answers to some samples of a part, then
+        all ranks exchange their results."""
         found: list[_Looked] = []
         share_of_labels = share_of(sum(len(sample.objects) for sample in annotated))
         size = _AT_ONCE * self._ranks.world_size

@@ -1,8 +1,8 @@
 """Evaluation by rollouts: the current policy answers held-out samples greedily, and the task scores the answers.
 
 In: a backend that serves the current weights, samples, a task. Out: metrics over all samples, one record per sample
-(kept as JSONL for the report), pictures for trackers, and the calibration of the scores that a step's weights give.
-Every rank rolls out one contiguous part of the samples, and all ranks get the whole result.
+(kept as JSONL for the report), pictures for trackers, and a calibration of the scores. Every rank rolls out one
+contiguous part of the samples, and all ranks get the whole result.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class Evaluations:
         basis = self._basis
         assert self.backend is not None
         self._stop.check()
-        # The fence (no call for training may start) stays until the evaluation's rollouts have ended. So the servers
-        # never have requests of the evaluation and of training at the same time.
+        # The fence, in which no call for training may start, lasts until the evaluation's rollouts have ended. So the
+        # servers never have requests of the evaluation and of training at the same time.
         with self._source.fence() as fence:
             self._syncs.behind(fence, step)
             with self._journal.clock.phase("eval"):
@@ -205,9 +205,9 @@ def evaluate(
 class GapMetrics:
     """F1 of evaluations whose labels have gaps (objects without a label; R49, D22): the estimate `ESTIMATED`, and F1
     for the fewest and for the most objects that are plausible. The first evaluation of a run decides whether the labels
-    have gaps and how many objects there may be. It also estimates how often boxes are right, and later evaluations
-    start their own estimate from this estimate. `file` keeps these decisions for a resume, so that all values of a run
-    are comparable."""
+    have gaps and how many objects there may be. It also estimates how often boxes are right. Later evaluations begin
+    their estimates with this one. `file` keeps the first evaluation's decisions for a resume, so that all values of a
+    run are comparable."""
 
     def __init__(
         self, samples: Sequence[Sample], open_image: Open, ranks: Ranks, file: Path, audited: Sequence[AuditedFind]
@@ -219,8 +219,8 @@ class GapMetrics:
         self.note = ""  # a sentence about gaps in the labels, written by the first evaluation; "": nothing to print
 
     def of(self, evaluation: Evaluation) -> dict[str, float]:
-        """Return the metrics by name; {} if the labels have no gaps, or too little shows which boxes are right.
-        Collective. Raises MediaError."""
+        """Return the metrics by name; {} if the labels have no gaps, or if it cannot be estimated which boxes are
+        right. Collective. Raises MediaError."""
         return self._ranks.all_succeed(lambda: self._of(evaluation) if self._ranks.is_main else {})[0]
 
     def _of(self, evaluation: Evaluation) -> dict[str, float]:

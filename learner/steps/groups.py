@@ -2,26 +2,26 @@
 
     Sample x K -> Rollout x K -> rewards -> advantages -> Segment x K
 
-A sample comes K = `num_generations` times in a row (`data.batches`), and the K places are its group. Everything else
-is as for other rollouts: servers, sync, packing, ranks, rollouts in step or ahead. A segment is the prompt and the
-rollout's own tokens, with the stop token. Its labels are the rollout's tokens, and each token has an advantage
-(`target.advantages`) and the log-probability with which it was drawn. The loss is `policy.policy_gradient`.
+A sample comes K = `num_generations` times in a row (`data.batches`), and the K places are its group. Servers, syncs,
+packing and ranks are used in the same way as for other rollouts. A segment is the prompt and the rollout's own tokens,
+with the stop token. Its labels are the rollout's tokens, and each token has an advantage (`target.advantages`) and the
+log-probability with which it was drawn. The loss is `policy.policy_gradient`.
 
 Invariants: one segment per place, in order. A group is scored when all of its rollouts have ended, so a stream yields
 a group's segments together. Advantages do not depend on micro-batches or ranks (D21): `advantage: batch` subtracts the
 mean over the whole step on all ranks, which is computed before the first segment is made.
 
 An advantage is a reward minus a baseline: rollouts above the baseline are made more likely, and rollouts below the
-baseline less likely. Baselines. `group`: the group's mean (GRPO, arXiv:2402.03300). `rloo`: the mean of the group's
-other rollouts (arXiv:2402.14740); the result is the advantage of `group` times K / (K - 1). `batch`: the mean of all
-rollouts of the optimizer step, on all ranks.
+baseline less likely. There are three baselines. `group`: the group's mean (GRPO, arXiv:2402.03300). `rloo`: the mean of
+the group's other rollouts (arXiv:2402.14740); the result is the advantage of `group` times K / (K - 1). `batch`: the
+mean of all rollouts of the optimizer step, on all ranks.
 
-With `credit: object` each object gets an advantage. After j of its n objects an answer has earned V[j]. What it earns
-later, V[n] - V[j], is its reward to go; after it closes, this is 0. The baseline at place j is the mean reward to go of
-the group's other answers with as many objects. This mean depends only on the other answers and on the place, so it
-favours no token. If no other answer has as many objects, the advantage is 0: the longest answer of a group learns
-nothing from its last objects. An object without reward is made less likely if other answers earned some at its place.
-Closing is made less likely if other answers went on and earned.
+With `credit: object` each object gets an advantage. After j of its n objects an answer has earned the reward V[j]. Its
+reward to go is what it earns later: V[n] - V[j]. After the answer is closed, the reward to go is 0. The baseline at
+place j is the mean reward to go of the group's other answers that have at least j objects. This mean does not depend on
+the answer itself, so it favours no token. If no other answer has so many objects, the advantage is 0: the longest
+answer of a group learns nothing from its last objects. An object without reward is made less likely if other answers
+earned a reward at its place. Closing the answer is made less likely if other answers went on and earned more.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Scored:
 
 
 class GroupSource(RolloutSource):
-    """Makes the segments of groups of rollouts. With `advantage: batch` this is collective, so it must happen on the
+    """Makes the segments of groups of rollouts. With `advantage: batch` all ranks must make segments together, on the
     trainer's thread."""
 
     def __init__(
@@ -160,8 +160,8 @@ class GroupSource(RolloutSource):
         return steps
 
     def _mean_of_step(self, groups: Sequence[Sequence[_Scored]]) -> float:
-        """Return the mean reward of the step's rollouts on all ranks, without what is earned object by object.
-        `groups`: this rank's rollouts of the step. Collective."""
+        """Return the mean reward of the step's rollouts on all ranks, without the rewards of single objects. `groups`:
+        this rank's rollouts of the step. Collective."""
         parts = [part for own in self._ranks.all_gather_object(_rest(groups)) for part in own]
         return float(np.concatenate(parts).mean()) if parts else 0.0
 
@@ -202,7 +202,7 @@ class GroupSource(RolloutSource):
 
 
 def _rest(groups: Sequence[Sequence[_Scored]]) -> list[NDArray[np.float64]]:
-    """Return for each group the rewards [K] of its rollouts, without what they earned object by object."""
+    """Return for each group the rewards [K] of its rollouts, without the rewards of single objects."""
     return [
         np.array([one.reward - (0.0 if one.by_object is None else one.by_object.values[-1]) for one in group])
         for group in groups

@@ -1,9 +1,9 @@
-"""Runs Channel-B within the step: a step's rollouts are made by the weights that the step then updates (R31, R32).
+"""Runs Channel-B within the step: the weights that a step updates also make the step's rollouts (R31, R32).
 
-There are two ways. In the simple one, all samples of the rank are rolled out, and then learned. With servers and
-packing, rows are learned while other samples are rolled out (D9): a second thread makes a segment of each rollout as it
-ends, and the learning thread takes each row as soon as the row is closed. Both ways number a step's requests over all
-ranks. So a sample has the same seed, and therefore the same rollout, in both ways and on any number of ranks.
+There are two ways. In the simple way, all samples of the rank are rolled out, and then learned. With servers and
+packing, rows are learned while other samples are rolled out (D9). A second thread makes a segment of each rollout when
+the rollout ends. The learning thread takes each row as soon as the row is closed. Both ways number a step's requests
+over all ranks. So a sample has the same seed, and therefore the same rollout, in both ways and on any number of ranks.
 
 Any number of finished segments may wait for the learning thread, so no server waits for the learner. Which segments
 share a row depends on the order in which rollouts end, unless `training.deterministic` is set. Which samples a step
@@ -93,7 +93,7 @@ class Stage2InStep(Stage2Steps):
         self._calls = CallTotals(number=1, seconds=rollouts.seconds)
 
     def _checked(self, batch: MicroBatch) -> Callable[[int, Segment], None]:
-        """Return a check that raises RolloutError for a segment of another sample or version than the step's."""
+        """Return a check that raises RolloutError for a segment that is not of the step's samples and version."""
         ver = self._ver
         assert ver is not None, "Channel-B before the first sync"
 
@@ -110,8 +110,8 @@ class Stage2InStep(Stage2Steps):
         return check
 
     def _rank_metrics(self) -> RankMetrics:
-        """Return how long the step's rollouts took. During most of that time, rows are learned. Without `overlap` there
-        are no such metrics."""
+        """Return how long the step's rollouts took. Rows are learned during most of that time. Without `overlap` the
+        metrics are empty."""
         if self._overlap is None:
             return RankMetrics()
         calls, self._calls = self._calls, CallTotals()
@@ -179,8 +179,8 @@ class StepRollouts:
             for place, segment in self._segments:
                 self._check(place, segment)
                 with self._changed:
-                    # There is no limit: these are at most the segments of the rank's samples in this step, whose
-                    # prompts are in memory anyway.
+                    # Waiting segments need no limit: there is at most one for each of the rank's samples in this step,
+                    # and the samples' prompts are in memory anyway.
                     self._rows.add(place, segment)
                     self._changed.notify_all()
         except BaseException as raised:  # of any type: `next_row` raises it in the thread that learns

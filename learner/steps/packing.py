@@ -1,21 +1,21 @@
 """Segments to packed rows, padding-free (R36). Pure and deterministic: equal inputs in equal order give equal rows.
 
 In: segments of at most `capacity` tokens (`packing_length`, from `global_max_length`), which are never cut. Out:
-`PackedRow`s. Invariants: every segment is in exactly one row, or waits; no row exceeds the capacity; inside a row
-segments stand in order of arrival.
+`PackedRow`s. Invariants: every segment is in exactly one row, or waits for a later row. No row exceeds the capacity.
+The segments of a row are in order of arrival.
 
-Four ways from segments to the rows that are learned (D6, D9):
-- `ArrivingRows` packs a step's segments as they arrive, and closes rows early: never more rows than FIFO makes.
-- `CompleteRows` packs all segments of a micro-step: best-fit decreasing, never more rows than FIFO makes.
+There are four ways to make rows of segments (D6, D9):
+- `ArrivingRows` packs a step's segments while they arrive. It never makes more rows than FIFO.
+- `CompleteRows` packs all segments of a micro-step by best-fit decreasing. It never makes more rows than FIFO.
 - `CarriedRows` (`rollout_matching_sft`) makes one row and carries the other segments to later micro-steps. The row has
-  the oldest segment and the segments that fill it best (exact subset sum), never below FIFO's fill. As each row takes
-  the oldest segment, a segment waits for at most as many rows as segments are carried.
+  the oldest segment and the segments that fill it best (exact subset sum). It is at least as full as FIFO's row. Each
+  row takes the oldest segment, so with N carried segments no segment waits for more than N rows.
 - `SingleRows` gives each segment a row of its own (`training.packing: false`).
 
-FIFO, the baseline, fills rows in order of arrival, and closes a row at the first segment that does not fit.
+FIFO is the baseline: it fills rows in order of arrival, and closes a row at the first segment that does not fit.
 
-With `share_prompts` (`grpo`, R47) segments with the same prompt are one unit that holds the prompt once, and units are
-packed instead of segments. A unit that is longer than a row is cut into several units, each with the prompt.
+With `share_prompts` (`grpo`, R47) units are packed instead of segments. A unit is several segments with the same
+prompt, and holds the prompt once. A unit that is longer than a row is cut into several units, each with the prompt.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def pack_all(segments: Sequence[Segment], capacity: int, *, share_prompts: bool 
     """Pack all of `segments`, by best-fit decreasing or FIFO, whichever needs fewer rows. Rows are in order of their
     oldest segment.
 
-    Raises DataError where a segment is longer than `capacity`.
+    Raises DataError if a segment is longer than `capacity`.
     """
     for segment in segments:
         check_length(segment, capacity)
@@ -54,8 +54,8 @@ def pack_all(segments: Sequence[Segment], capacity: int, *, share_prompts: bool 
 
 
 def prompt_units(segments: Sequence[Segment], capacity: int) -> list[tuple[Segment, ...]]:
-    """Return segments with the same prompt together, in order of arrival, each unit of at most `capacity` tokens. A
-    segment is at most `capacity` long."""
+    """Return units: segments with the same prompt, in order of arrival, at most `capacity` tokens per unit. No segment
+    may be longer than `capacity`."""
     units: list[list[Segment]] = []
     newest: dict[tuple[object, ...], list[Segment]] = {}
     for segment in segments:
@@ -81,7 +81,7 @@ def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def fifo(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return rows as lists of indices into `lengths`, filled in order of arrival: the baseline."""
+    """Return rows as lists of indices into `lengths`. Rows are filled in order of arrival."""
     rows: list[list[int]] = []
     free = -1
     for index, length in enumerate(lengths):
@@ -94,8 +94,8 @@ def fifo(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return rows as lists of indices into `lengths`. The longest length is packed first, each into the fullest row
-    that can take it (Johnson 1973: at most 11/9 of the fewest possible rows + 1)."""
+    """Return rows as lists of indices into `lengths`. Lengths are packed from the longest to the shortest, each into
+    the fullest row that has room for it (Johnson 1973: at most 11/9 of the fewest possible rows + 1)."""
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, row), ascending
     # Segments of equal length keep their order of arrival, so that equal inputs give equal rows.
@@ -134,13 +134,12 @@ def fullest_with_first(lengths: Sequence[int], capacity: int, num_first: int = 1
 
 
 class ArrivingRows:
-    """One step's `number` segments as they arrive; `place` is a segment's index in request order.
+    """Packs one step's `number` segments while they arrive. A segment's `place` is its index in the order of requests.
 
-    A row is closed as soon as FIFO would close it with the segments that have arrived, or when the last segment has
-    arrived. The row holds FIFO's segments, and the other arrived segments that fill the row best. The segments left
-    when the last one arrives are packed together. FIFO would place the additional segments in later rows, so there are
-    never more rows than FIFO makes of the same order. `in_order`: segments are taken in request order, not in order of
-    arrival, so that equal segments give equal rows.
+    A row is closed as soon as FIFO would close it, or when the last segment has arrived. The row has FIFO's segments,
+    and those other arrived segments that fill it best. FIFO would put these other segments into later rows, so there
+    are never more rows than with FIFO. The segments that are left when the last one arrives are packed together.
+    `in_order`: segments are taken in the order of requests, not of arrival, so that equal segments give equal rows.
     """
 
     def __init__(self, capacity: int, *, number: int, in_order: bool = False, share_prompts: bool = False) -> None:

@@ -1,7 +1,8 @@
-"""The thread that rolls out ahead of learning (R24, R25). `shares.ShareQueue` decides which call it makes; this module
-makes the calls, keeps their segments in packs (some segments each), and waits.
+"""The thread that makes rollouts ahead of learning (R24, R25). A call rolls out some samples of one share (the samples
+of one optimizer step). `shares.ShareQueue` decides which call comes next. This module makes the calls, and keeps their
+segments in packs (a few segments each) until they are learned.
 
-    producer.want([7, 9])                                    # which shares may be made
+    producer.want([7, 9])                                    # only these shares may be rolled out
     if 7 in producer.outlook(step).complete:
         packs = producer.take(7, step)                       # each pack: its segments, in the order of their places
     with producer.fence(deadline_s) as fence:                # on every rank; this rank has no call in flight now
@@ -11,9 +12,10 @@ makes the calls, keeps their segments in packs (some segments each), and waits.
 The producer makes one generation call after another, and never waits between them. When no call is permitted, its
 thread ends. Taking a share or opening a fence permits calls again, and starts a new thread.
 
-Invariants: the invariants of `ShareQueue` hold, and a lock guards the queue; a call makes one segment for each of its
-samples, in order, by the served version, or it fails with a RolloutError; after a first error, of the producer or of
-the learning thread, every method raises it; every wait has a deadline, whose error names the wait.
+Invariants: the invariants of `ShareQueue` hold, and a lock guards the queue. A call makes one segment for each of its
+samples, in order, with the weights that the servers have now; otherwise it raises RolloutError. After the first error,
+in the producer's thread or in the learning thread, every method raises that error. Every wait has a deadline, and the
+DeadlineError says what was waited for.
 """
 
 from __future__ import annotations
@@ -53,17 +55,18 @@ class ProducerStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallStages:
-    """The two stages from a call to segments. Both run in the producer's thread, one after the other.
+    """The two stages that make the segments of a call. They run one after the other in the producer's thread.
 
-    `read(share, places)` returns this rank's samples and prompts, the same at every call. `roll_out(call, part)`
-    returns one segment per sample of `part`, in order.
+    `read(share, places)` returns this rank's samples and prompts. Equal arguments always give equal samples.
+    `roll_out(call, part)` returns one segment per sample of `part`, in order.
     """
 
     read: Callable[[int, range], MicroBatch]
     roll_out: Callable[[Call, MicroBatch], list[Segment]]
 
     def run(self, call: Call) -> list[Segment]:
-        """Return the call's segments. Raises RolloutError if their samples or versions are not the call's."""
+        """Return the call's segments. Raises RolloutError if a segment belongs to another sample or version than the
+        call."""
         part = self.read(call.share, call.places)
         segments = self.roll_out(call, part)
         check_segments(call, [sample.sample_id for sample in part.samples], segments)
@@ -71,8 +74,8 @@ class CallStages:
 
 
 def check_segments(call: Call, wanted_ids: Sequence[str], segments: Sequence[Segment]) -> None:
-    """Check that there is one segment per sample, in order, all of the version that the call was permitted under.
-    Raises RolloutError."""
+    """Check that there is one segment per sample, in order, and that all segments have the version of the call. Raises
+    RolloutError."""
     found_ids = [segment.sample_id for segment in segments]
     if found_ids != wanted_ids or len(wanted_ids) != len(call.places):
         raise RolloutError(
@@ -161,10 +164,11 @@ class Producer:
     @contextmanager
     def fence(self, deadline_s: float, *, counts: bool = True) -> Iterator[Fence]:
         """Enclose work during which no call of this rank is in flight or starts. Waits up to `deadline_s` seconds for
-        the call in flight. `counts`: True if a sync inside the block makes packs one sync older.
+        the call in flight. `counts`: True if a sync inside the block makes the waiting packs one sync older. A sync for
+        an evaluation does not.
 
-        Raises DeadlineError, the producer's own error, or PipelineStoppedError. An exception inside ends the producer,
-        because the servers' version is unknown then.
+        Raises DeadlineError, the error that ended the producer, or PipelineStoppedError. An exception inside the block
+        ends the producer, because the version of the servers' weights is then unknown.
         """
         with self._changed:
             queue = self._queue
@@ -208,7 +212,7 @@ class Producer:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Start no further call, and do not wait. To be called before the backend is closed."""
+        """Let no further call start, and return at once. To be called before the backend is closed."""
         with self._changed:
             self._queue.stop()
             self._changed.notify_all()
@@ -236,11 +240,12 @@ class Producer:
                 self._finish_call(call, segments)
 
     def _begin_call(self) -> Call | None:
-        """Return the call to make. Return None if no call is permitted: the thread ends, and `_wake` starts another."""
+        """Return the next call to make. Return None if no call is permitted. Then the thread ends, and `_wake` starts
+        another one later."""
         with self._changed:
             if not self._queue.may_start:
-                # The attribute is set under the lock. So `_wake` sees either no thread, or a thread that will ask for a
-                # call again.
+                # `_thread` changes only under the lock. So `_wake` sees either no thread, or a thread that will ask for
+                # a call again.
                 self._thread = None
                 return None
             self._call_started_s = self._clock()

@@ -50,7 +50,7 @@ class SegmentStream:
         return self._segments
 
     def close(self) -> None:
-        """Give up the segments that are not ready, and end the iteration. Any thread may call this at any time."""
+        """End the iteration. Segments that are not ready are not made. Any thread may call this at any time."""
         self._rollouts.close()
 
 

@@ -1,34 +1,35 @@
 """Decides which samples a step learns, and which samples may be rolled out ahead of their step (R24, R25, D11, D12).
 Pure: no threads, no clock.
 
-An epoch's samples are cut, in order, into shares: a share is the samples of one optimizer step. Its step learns it as
-ground truth (Channel-A) or as rollouts (Channel-B). So a sample is learned once per epoch, even if its rollouts are
-dropped or the run is interrupted. `Shares` says which share a step learns. This depends only on the schedule and on the
-shares learned before, so all ranks agree without communication. An epoch has a list of shares that are not learned yet.
-Its first shares are for the scheduled Channel-B steps, the others for Channel-A. If a Channel-B step finds no rollouts,
-it learns one of the shares for Channel-A. Rollouts in the making are then learned by a later step. In exchange, the
-last share for Channel-B (`given_up`) is learned as ground truth, by this step or a later one.
+A share is the samples of one optimizer step, on all ranks. An epoch's samples are cut, in order, into shares. A step
+learns its share as ground truth (Channel-A) or as rollouts (Channel-B). So a sample is learned once per epoch, even if
+its rollouts are dropped or the run is interrupted. `Shares` says which share a step learns. This depends only on the
+schedule and on the shares learned before, so all ranks agree without communication. An epoch has a list of shares that
+are not learned yet. The first shares of this list are for the scheduled Channel-B steps, the others for Channel-A. If a
+Channel-B step finds no rollouts, it learns one of the shares for Channel-A. Rollouts in the making are then learned by
+a later step. In exchange, the last share for Channel-B (`given_up`) is learned as ground truth, by this step or a later
+one.
 
 `ShareQueue` is one rank's queue of rollouts. It says which generation call may start. Around a weight sync no call may
 start; this is called a fence. A call rolls out neighbouring places of one share. A place is the number of a sample
-within this rank's part of the share. The rollouts wait in packs (a few rollouts each) until a step takes the whole
-share.
+within this rank's part of the share. A pack is a few rollouts of one call. Packs wait in the queue until a step takes
+the whole share.
 
     open --request_fence--> fenced --complete_fence--> open          fail: from open or fenced --> failed
                                                                      stop: from open or fenced --> stopped
 
-A sync over W ranks: every rank calls `request_fence`, and waits until it is `quiet` (no call in flight). Only then it
+In a sync every rank calls `request_fence`, and waits until its queue is `quiet` (no call in flight). Only then the rank
 enters the collective in which rank 0 sends the weights. Afterwards each rank calls `complete_fence`. So while weights
 are sent, no rank has a call in flight or starts one.
 
 Invariants, after every event:
-- a place of a share is never queued or in flight twice; a dropped place is rolled out again, or learned as ground
-  truth;
-- a pack has one version: it comes from one call, and no call spans two versions. Every queued pack is at most
-  `version_window` syncs old (`ServedVersion.syncs`), and `take` returns no pack that is more than `max_update_lag`
-  updates old;
+- no place of a share has two rollouts, queued or in flight. If a place's rollout is dropped, the place is rolled out
+  again, or learned as ground truth;
+- all rollouts of a pack come from one version of the weights, because no call spans two versions. Every queued pack is
+  at most `version_window` syncs old (`ServedVersion.syncs`), and `take` returns no pack that is more than
+  `max_update_lag` updates old;
 - the queue holds at most `keep_at_most` packs;
-- the lowest share that may be made is always completed, so it becomes ready on all ranks, whatever each rank drops;
+- every rank completes the most urgent share, whatever else it drops. So this share becomes ready on all ranks;
 - `failed` and `stopped` are final, keep the first cause, and make every later request raise it.
 """
 
@@ -98,23 +99,26 @@ class Shares:
 
 
 class PipelineStoppedError(ProjectError):
-    """A stopped queue was asked for packs, or for a fence (a time in which no call may start)."""
+    """The queue was used after it was stopped: it was asked for packs, or for a fence (a time in which no call may
+    start)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
     """Limits on how far the producer may run ahead."""
 
-    start_below: int  # calls for shares other than the most urgent may start while fewer packs than this are queued
+    # calls for shares other than the most urgent one start only while fewer packs than this are queued
+    start_below: int
     keep_at_most: int  # max queued packs; the oldest packs above this number are dropped
     version_window: int  # max syncs between the rollouts of a pack and its learning; older packs are dropped
-    max_update_lag: int | None = None  # max updates from a rollout's weights to the step that learns it; None: any
+    # max updates from a rollout's weights to the step that learns the rollout; None: no limit
+    max_update_lag: int | None = None
     sync_every: int = 1  # number of shares that are learned as rollouts between two syncs
 
     @classmethod
     def run_ahead(cls, config: AsyncActorLearnerConfig, *, packs_per_step: int) -> Bounds:
-        """Return the bounds of the asynchronous actor-learner (R25). It prefetches `prefetch_target_packs`, but at
-        least a step's packs (R27).
+        """Return the bounds of the asynchronous actor-learner (R25). The producer makes `prefetch_target_packs` packs
+        ahead, but at least the packs of one step (R27).
 
         Raises ConfigError if `prefetch_target_packs` exceeds `queue_limit`: the packs above it would be dropped.
         """
@@ -174,7 +178,8 @@ class Drop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackCounts:
-    """How many packs and samples had which fate since the start of the run."""
+    """Counts since the start of the run: how many packs were made, learned and dropped, and how old the learned packs
+    were."""
 
     packs_made: int = 0
     packs_learned: int = 0
@@ -188,13 +193,18 @@ class PackCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlook:
-    """What one rank has rolled out, and may still roll out. A share is the samples that one step learns."""
+    """What one rank has rolled out, and may still roll out. A share is the samples that one step learns. Each rank
+    rolls out its own part of a share."""
 
-    complete: Mapping[int, int]  # share with rollouts for all its samples -> `ServedVersion.syncs` of its oldest pack
+    # Keys are the shares of which all samples have rollouts. A value is `ServedVersion.syncs` of the share's oldest
+    # pack.
+    complete: Mapping[int, int]
     is_making: bool  # True: the most urgent share is not complete, and a call is in flight or may start
     goes_on: bool  # True: calls for other shares may start before the most urgent share is learned
-    stood_still: bool  # True: at some time since the last `take` no call was in flight or permitted
-    begun: Mapping[int, int]  # share with packs or a call in flight -> updates in the oldest weights that made them
+    stood_still: bool  # True: at some time since the last `take`, no call was in flight and none was permitted
+    # Keys are the shares with packs or a call in flight. A value is the number of updates in the oldest weights that
+    # made rollouts of the share.
+    begun: Mapping[int, int]
 
 
 class ShareQueue:
@@ -216,7 +226,7 @@ class ShareQueue:
         self.samples_per_pack, self.call_size, self.keep_at_most = samples_per_pack, call_size, bounds.keep_at_most
         self.phase: Literal["open", "fenced", "failed", "stopped"] = "open"
         self.cause: BaseException | None = None  # the error that led to the phase `failed`
-        self.wanted: tuple[int, ...] = ()  # shares that may be made, the most urgent first
+        self.wanted: tuple[int, ...] = ()  # shares that may be rolled out, the most urgent first
         self.in_flight: Call | None = None
         self.queue: list[Pack] = []  # packs in the order in which they were made
         self.taken = 0  # number of shares taken since the last sync; the next sync comes after `sync_every` shares
@@ -242,8 +252,8 @@ class ShareQueue:
         return call
 
     def finish_call(self) -> tuple[list[Pack], list[Drop]]:
-        """End the call in flight. Return its packs, and the packs that were dropped to make room. If the call's share
-        is no longer wanted, or the queue has ended, return neither."""
+        """End the call in flight. Return the call's packs, and the packs that were dropped to make room for them. Both
+        lists are empty if the call's share is no longer wanted, or if the queue has ended."""
         call, self.in_flight = self.in_flight, None
         assert call is not None, "no call is in flight"
         if self.ended or call.share not in self.wanted:
@@ -267,8 +277,8 @@ class ShareQueue:
         self.in_flight = None
 
     def _next_call(self) -> Call | None:
-        """Return the next call; None: no call. Shares other than the most urgent one are made only while fewer than
-        `start_below` packs wait, and only as many places as fit the queue."""
+        """Return the next call; None: no call may start. Calls for shares other than the most urgent one start only
+        while fewer than `start_below` packs wait. Such a call has only as many places as fit into the queue."""
         for urgency, share in enumerate(self._makeable()):
             missing = self._missing(share)
             if not missing:
@@ -299,15 +309,17 @@ class ShareQueue:
 
     def _least_useful(self) -> Pack:
         """Return the oldest pack of the shares other than the most urgent one. If there is none, return the oldest."""
+        # Of equally old packs, the one of the latest share is dropped, because that share is learned last.
         return min(self.queue, key=lambda pack: (pack.share == self.wanted[0], pack.by.syncs, -pack.share, pack.index))
 
     # ---- the consumer's side ---------------------------------------------------------------------------------------
 
     def want(self, shares: Sequence[int]) -> list[Drop]:
-        """From now on let only `shares` be made, the most urgent first. Drop and return the packs of other shares."""
+        """From now on roll out only `shares`, the most urgent first. Drop and return the packs of other shares."""
         is_idle = self.phase == "open" and self.in_flight is None and self._next_call() is None
         self._stood_still |= is_idle and self._next_pack > 0
         self.wanted = tuple(shares)
+        # The queue is copied, because `_drop` removes packs from it.
         return [self._drop(pack, "unwanted") for pack in list(self.queue) if pack.share not in self.wanted]
 
     def expire(self, step: int) -> list[Drop]:
@@ -327,8 +339,8 @@ class ShareQueue:
         return found
 
     def outlook(self) -> Outlook:
-        """Return which shares this rank has made and what it can still make (`Outlook`), all at one moment. Between two
-        separate methods, a call could end."""
+        """Return which shares this rank has rolled out, and what it can still roll out (`Outlook`). One method returns
+        all this, because a call could end between two methods."""
         urgent, rest = self.wanted[:1], self._makeable()[1:]
         made = [(one.share, one.by.updates) for one in (*self.queue, self.in_flight) if one is not None]
         waiting = sum(pack.share not in urgent for pack in self.queue)
@@ -368,7 +380,8 @@ class ShareQueue:
     # ---- the fence -------------------------------------------------------------------------------------------------
 
     def request_fence(self) -> None:
-        """Let no call start from now on. A second request changes nothing. Raises the error that ended the queue."""
+        """Let no call start until `complete_fence`. A second request changes nothing. Raises the error that ended the
+        queue."""
         self.check()
         self.phase = "fenced"
 
@@ -378,10 +391,10 @@ class ShareQueue:
         return self.phase == "fenced" and self.in_flight is None
 
     def complete_fence(self, served: ServedVersion | None) -> list[Drop]:
-        """Let calls start again. `served`: the weights that the sync brought; None: no sync. Drop and return the packs
-        that are too old now.
+        """Let calls start again. `served`: the weights that the servers have after the sync; None: there was no sync.
+        Drop and return the packs that are too old now.
 
-        If the version did not rise, the queue ends with a SyncError, which is raised.
+        Raises SyncError if the version did not rise. The queue has then failed.
         """
         self.check()
         assert self.quiet, "the fence was completed before it was quiet"
@@ -407,23 +420,24 @@ class ShareQueue:
 
     @property
     def ended(self) -> bool:
-        """True if the queue has failed or was stopped: no call starts and no share is taken any more."""
+        """True if the queue has failed or was stopped. Then no call starts, and no step can take a share."""
         return self.phase in ("failed", "stopped")
 
     def fail(self, cause: BaseException) -> bool:
-        """End with `cause`. Return False, and keep the first cause, if the queue had already ended."""
+        """End the queue with the error `cause`. If the queue has already ended, keep the first cause and return
+        False."""
         if self.ended:
             return False
         self.phase, self.cause = "failed", cause
         return True
 
     def stop(self) -> None:
-        """End without an error: no call starts and no share is taken any more. After a failure this changes nothing."""
+        """End the queue without an error. After a failure this changes nothing."""
         if self.phase != "failed":
             self.phase = "stopped"
 
     def check(self) -> None:
-        """If the queue has ended, raise the error of the failure itself, or PipelineStoppedError."""
+        """Raise the error that ended the queue, or PipelineStoppedError if the queue was stopped."""
         if self.cause is not None:
             raise self.cause
         if self.phase == "stopped":

@@ -12,9 +12,9 @@ The sources are `FreshSteps` with ground truth (`sft`) or with rollouts (`rollou
 `in_step.Stage2InStep` and `ahead.Stage2Ahead`.
 
 Invariants: every rank calls the same methods in the same order, and has equally many micro-steps. Ranks may have
-different numbers of rows in a micro-step; `padded` and `in_lockstep` add zero-weight rows (D5). A sample that was
-handed out is learned, or named by `waiting` (R12). Rollouts of a whole optimizer step are made together, however few
-samples a micro-batch has.
+different numbers of rows in a micro-step; `padded` and `in_lockstep` add zero-weight rows (D5). Each sample that was
+handed out is either learned or in the list `waiting` (R12). The rollouts of a whole optimizer step are made together,
+even if a micro-batch has few samples.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class StepSource(Protocol):
         ...
 
     def shortfall(self) -> Shortfall | None:
-        """Return how many samples the step that began has, and how many a whole step has. None: the step is whole. To
-        be called before `micro_steps`."""
+        """Return how many samples the current step has, and how many a whole step has. None: the current step is whole.
+        To be called before `micro_steps`."""
         return None
 
     def micro_steps(self) -> Iterator[Generator[PackedRow]]:
-        """Yield this rank's rows of the step that began, one micro-step after the other. A micro-step's data are read
-        when its first row is asked for. Close a micro-step to give it up."""
+        """Yield this rank's rows of the current step, one micro-step after the other. A micro-step's data are read when
+        its first row is requested. Closing a micro-step skips the rest of its rows."""
         ...
 
     def metrics(self) -> Mapping[str, float]:
@@ -87,7 +87,8 @@ class StepSource(Protocol):
         return []
 
     def state(self) -> dict[str, object]:
-        """The place in the data between two steps, as JSON for a checkpoint, equal on all ranks. Collective.
+        """How far the run has come in its data, as JSON for a checkpoint. To be called between two steps. Equal on all
+        ranks. Collective.
 
         `batches`: the dataloader's state. `carried`: per rank, samples to learn besides those of the dataloader.
         `stage2`: only in `stage2_ab_training`.
@@ -100,11 +101,11 @@ class StepSource(Protocol):
         ...
 
     def stop(self) -> None:
-        """Begin no further rollout, and do not wait. To be called before the backend is closed."""
+        """Let no further rollout begin, and return at once. To be called before the backend is closed."""
         return
 
     def close(self) -> None:
-        """Free all resources. To be called after `stop`, and after the backend was closed. Bounded in time."""
+        """Free all resources, in a limited time. To be called after `stop`, and after the backend was closed."""
         return
 
 
@@ -132,7 +133,7 @@ class FreshSteps(StepSource):
         self._batches, self._source, self._row_maker = batches, source, row_maker
         self._gradient_accumulation_steps, self._ranks, self._drains_at = gradient_accumulation_steps, ranks, drains_at
         self._encoder, self._clock = encoder, clock
-        # (epoch, sample id) of samples that were not learned before the checkpoint; added to the first micro-batch
+        # Samples that were not learned before the checkpoint, as (epoch, sample id). The first micro-batch gets them.
         self._owed: list[tuple[int, str]] = []
         self._first_owed = 0  # place of this rank's first owed sample among the owed samples of all ranks
         self._global_step = 0  # the step that began last

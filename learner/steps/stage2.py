@@ -1,11 +1,11 @@
 """Steps of `stage2_ab_training` (R26, R31, R35): what both ways to make rollouts have in common.
 
 A Channel-A step learns ground truth. A Channel-B step learns rollouts, made within the step (`in_step`) or ahead of the
-steps (`ahead`). Either way a step has one micro-step: all of the rank's rows, learned before one update.
+steps (`ahead`). In both cases a step has one micro-step, with all rows of the rank.
 
 Invariants: rank 0 decides the channel and broadcasts it; the channel is fixed until the next `begin`. Every segment
-that a step took is in exactly one of its rows, and is learned in this step. If a producer failed on one rank, `begin`
-raises its error on all ranks.
+that a step took is in exactly one row of the step, and is learned in this step. If a producer failed on one rank,
+`begin` raises its error on all ranks.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ class Stage2Steps(StepSource):
         self._parts, self._ranks, self._clock = parts, parts.ranks, parts.clock
         self._decision: ChannelDecision | None = None
         self._global_step = 0  # the step that began last
-        self._executed_b = 0  # Channel-B steps since the run began, also across resumes
-        self._carried: list[str] = []  # samples that a checkpoint of another trainer variant carried; never learned
+        self._executed_b = 0  # number of Channel-B steps since the run began, also before a resume
+        # samples that a checkpoint of another trainer variant carried; they are never learned
+        self._carried: list[str] = []
 
     # ---- what a subclass says of Channel-B -------------------------------------------------------------------------
 
@@ -137,8 +138,8 @@ class Stage2Steps(StepSource):
         return scheduled_channel(global_step, self._parts.b_ratio)
 
     def _in_segments(self, shortfall: Shortfall | None) -> Shortfall | None:
-        """Convert `shortfall` from places (entries of the batch) to segments. Channel-B makes one segment of each
-        place, Channel-A one of all places that a sample has."""
+        """Convert `shortfall` from places (entries of the batch) to segments. Channel-B makes one segment per place.
+        Channel-A makes one segment per sample, which may have several places."""
         assert self._decision is not None, "shortfall() before begin()"
         if shortfall is None or self._decision.channel == "B":
             return shortfall
@@ -146,8 +147,8 @@ class Stage2Steps(StepSource):
         return Shortfall(size=shortfall.size // each, whole=shortfall.whole // each)
 
     def _share(self, source: SegmentSource, *, every: int = 1) -> Generator[PackedRow]:
-        """Yield the rows of all samples that this rank learns in the step. Before the first row, all samples are read,
-        made into segments (one for every `every`-th place) and packed."""
+        """Yield the rows of all samples that this rank learns in the step. All samples are read and packed before the
+        first row. `every`: one segment is made for every `every`-th place."""
         with self._clock.phase("data"):
             batch = self._next_batch()
         step = MicroStep(

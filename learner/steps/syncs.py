@@ -1,6 +1,6 @@
 """The syncs of a run: before a step that needs them, between two of its rows, or for an evaluation (R10).
 
-In: a `Sync`, and the step source, whose rollouts must not be in flight during a sync. Out: the generators (rollout
+In: a `Sync`, and a step source. No rollout of the source may be in flight during a sync. Out: the generators (rollout
 servers or engines) have the weights of a step, and the journal has an entry. Invariants: a step's weights are synced
 once; all ranks enter a sync together.
 """
@@ -21,7 +21,7 @@ class StepSyncs:
     def __init__(
         self, sync: Sync | None, source: StepSource, journal: Journal, *, rolls_out: bool, is_sharded: bool
     ) -> None:
-        self.receipt: SyncReceipt | None = None  # receipt of the sync that this step wanted
+        self.receipt: SyncReceipt | None = None  # the receipt of this step's sync; None: no sync
         self.waits = False  # True: the sync waits for rollouts in flight while the step is learned
         self.sync, self._source, self._journal = sync, source, journal
         self._rolls_out, self._is_sharded = rolls_out, is_sharded
@@ -48,7 +48,8 @@ class StepSyncs:
             self._now(step)
 
     def within(self, step: int, *, at_once: bool = False) -> None:
-        """Run the sync that `before` left, if no rollout is in flight any more, or `at_once`. Collective."""
+        """Run the sync that `before` postponed, if no rollout is in flight any more. `at_once`: wait for the rollouts.
+        Collective."""
         if self.waits and (at_once or self._source.is_quiet()):
             self.waits = False
             self._now(step)
