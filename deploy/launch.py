@@ -12,9 +12,9 @@ Every configuration, and the learner's folder, is checked before anything starts
 128 + n after signal n. `--check` starts nothing: it also checks the data, this machine, and the servers' ports.
 
 If a server ends before the learner has started, the launch ends. A server that ends later is restarted up to
-`max_restarts` times, each time after a longer wait; after an uptime of STEADY_S the count begins anew. After the last
-restart it is given up, and once all servers are given up, the run ends. A server counts as ready only if its answer has
-the `server_id` of the process that was started here, so an older server on the same port does not count.
+`max_restarts` times, each time after a longer wait; after an uptime of STEADY_S the count begins anew. A server that
+ends after its last restart is given up. Once all servers are given up, the run ends. A server counts as ready only if
+its answer has the `server_id` of the process that was started here, so an older server on the same port does not count.
 
 Whatever happens, no started process is left at the end. If this program is killed, the kernel ends its children.
 """
@@ -74,7 +74,7 @@ STEADY_S = 600.0
 @dataclass
 class Process:
     """A child process in its own session. Its output goes to `log` (None: this program's own output). A rollout server
-    names `server_id` in its answers; each start has a new one."""
+    reports `server_id` in its answers; each start gets a new id."""
 
     name: str
     popen: subprocess.Popen[bytes]
@@ -121,7 +121,7 @@ class Processes:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
         else:
             # Server and learner share the cores. By default an OpenMP thread busy-waits for threads whose cores the
-            # other program uses: one step took 20 s instead of one.
+            # other program uses: one step took 20 s instead of 1 s.
             env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         output = None
         if log is not None:
@@ -129,7 +129,7 @@ class Processes:
             output = FileIO(log, "a" if again else "w", opener=unlinked)
         self._starting = True
         try:
-            # The child gets a session of its own. So Ctrl-C reaches only this program, and it stops its children in
+            # The child gets a session of its own. So Ctrl-C reaches only this program, which then stops its children in
             # order.
             popen = subprocess.Popen(
                 argv,
@@ -329,8 +329,8 @@ def launch(config: LaunchConfig) -> int:
     """
     if not config.learner.via:  # with `via`, the learner's files may be on another machine
         found = load_config(config.learner.config, world_size=config.learner.nproc)
-        # Checked here, because the learner would report these mistakes only when all servers are ready, after about 100
-        # s.
+        # The run is checked here, because the learner would report these mistakes only when all servers are ready,
+        # after about 100 s.
         if mistakes := mistakes_before_start(found, os.environ):
             raise ConfigErrors("the learner could not start", mistakes=mistakes)
     deadline = Deadline(config.ready_timeout_s)

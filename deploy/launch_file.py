@@ -22,7 +22,8 @@ from shared.config.parse import load_yaml, parse
 from shared.tokens import read_token
 
 Device = Annotated[int, Field(ge=0)]
-SbatchOption = Annotated[str, Field(pattern=r"^-[^\x00-\x1f\x7f-\x9f]+$")]  # one line: a second would run as code
+# only one line, because a second line would run as code
+SbatchOption = Annotated[str, Field(pattern=r"^-[^\x00-\x1f\x7f-\x9f]+$")]
 LEARNER_SHARE = 0.1  # min share of a device's memory that servers must leave to a learner on the same device
 NO_IMAGE = "REPLACE-ME@sha256:REPLACE-ME"
 IMAGE = r"^[a-z0-9][a-z0-9._/:-]*@sha256:[0-9a-f]{64}$"

@@ -95,7 +95,8 @@ def resolved(config: ServerConfig) -> dict[str, object]:
 
 def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
     folder = _temporary_folder()
-    listener = _bind(config)  # bound before the engine's long start, so that a port in use is reported at once
+    # The port is bound before the engine's slow start, so that a port in use is reported at once.
+    listener = _bind(config)
     os.register_at_fork(after_in_child=listener.close)  # forked processes must not keep the port
     console = _console(config)
     _prepare_environment(config)
@@ -123,9 +124,9 @@ def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
 
 
 def _temporary_folder() -> str:
-    """Make the folder for all temporary files of this server's processes, such as the sockets of vLLM's processes and
-    torch's files for its groups, which vLLM and torch do not delete. The folder is removed when the server ends; after
-    SIGKILL the next server that starts removes it."""
+    """Make the folder for the temporary files of this server's processes. Among them are vLLM's sockets and torch's
+    files for process groups, which nobody else deletes. The folder is removed when the server ends; after SIGKILL the
+    next server that starts removes it."""
     around = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_FOLDER else tempfile.gettempdir()
     # Compiled programs are kept for later servers. Torch's default folder is unsafe: another user can create it first.
     if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
@@ -153,8 +154,8 @@ def _bind(config: ServerConfig) -> socket.socket:
 
 
 def _console(config: ServerConfig) -> TextIO:
-    """Return the stream for the server's own few lines. With `log_dir`, all other output, vLLM's included, goes into a
-    file."""
+    """Return the stream for the few lines that the server itself prints. With `log_dir`, all other output (also vLLM's)
+    goes into a file."""
     if config.log_dir is None:
         return sys.stderr
     config.log_dir.mkdir(parents=True, exist_ok=True)

@@ -88,7 +88,7 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
         version="1",
         description="Every path also answers without its last slash.",
         openapi_url=f"{config.url_prefix}/openapi.json",
-        docs_url=None,  # the viewers of FastAPI load scripts from other hosts
+        docs_url=None,  # FastAPI's documentation pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -206,9 +206,9 @@ def _add_probes(router: APIRouter, service: RolloutService) -> None:
         response_description="ready; 503 with the reason if not",
     )
     async def ready(request: Request) -> Response:
-        """Does it answer rollouts now? Needs no token.
+        """Does the server answer rollouts now? Needs no token.
 
-        Not while weights change, and not after a failed sync.
+        It does not while weights change, or after a failed sync.
         """
         service.check_ready()
         return JSONResponse({"status": "ready", "server_id": service.server_id})
@@ -224,7 +224,7 @@ def _add_state_routes(router: APIRouter, service: RolloutService) -> None:
 
     @router.get("/get_world_size/", response_model=WorldSizeReply, responses=_answers(WorldSizeReply(world_size=1)))
     async def get_world_size(request: Request) -> Response:
-        """Its number of GPUs: tensor-parallel times data-parallel size."""
+        """Return the server's number of GPUs: tensor-parallel times data-parallel size."""
         return _json(WorldSizeReply(world_size=service.config.world_size))
 
     @router.get("/metrics/", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
@@ -250,9 +250,9 @@ def _add_rollout_routes(router: APIRouter, service: RolloutService) -> None:
     async def infer(request: Request, call: InferCall) -> Response:
         """Rollouts: one answer per request, in order.
 
-        A request is seeded with its own `seed`, or, if it has none, by the call's and its place (`RequestConfig`). A
-        request whose `uuid` was answered before gets the same answer again. With `Accept: application/x-ndjson`, one
-        `AnswerLine` per request, as each ends.
+        A request is seeded with its `seed`. If it has none, its seed is made from the call's seed and the request's
+        place in the call (`RequestConfig`). A request whose `uuid` was answered before gets the same answer again. With
+        `Accept: application/x-ndjson`, the server sends one `AnswerLine` per request, as soon as the request ends.
         """
         if NDJSON in request.headers.get("accept", ""):
             lines = to_the_end("/infer/", service.answers(call), answer_line, error_line)
@@ -304,9 +304,9 @@ def _add_sync_routes(router: APIRouter, service: RolloutService) -> None:
 
     @router.post("/expect_scores/", response_model=dict[str, str], responses=_answers({"status": "noted"}))
     async def expect_scores(request: Request, call: ExpectScoresCall) -> Response:
-        """The learner's own log-probabilities of the canary of an update.
+        """Take the learner's log-probabilities of an update's canary (fixed answers).
 
-        The server compares, and decides.
+        The server compares them with its own, and serves the update or refuses it.
         """
         await service.updates.expect(call)
         return JSONResponse({"status": "noted"})
@@ -342,9 +342,9 @@ def _add_openai_routes(router: APIRouter, service: RolloutService) -> None:
         openapi_extra=_takes(ChatCall(messages=[Message(role="user", content="Name three digits.")], max_tokens=8)),
     )
     async def v1_chat_completions(request: Request, call: ChatCall) -> Response:
-        """OpenAI's chat completions, by vLLM's own OpenAI layer.
+        """OpenAI's chat completions, answered by vLLM's own OpenAI layer.
 
-        With `stream`, server-sent events.
+        With `stream`, the answer comes as server-sent events.
         """
         return await complete(request, call)
 

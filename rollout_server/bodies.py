@@ -25,7 +25,7 @@ from shared.wire import MAX_PARTS, ContentPart, Message
 Body = TypeVar("Body", bound=BaseModel)
 _MAX_FIELDS = 256  # max fields of one JSON object; valid bodies have fewer
 _PARTS = (Message, ContentPart)
-_FEW_OBJECTS = 1000  # max objects that are built without a pause, in about 10 ms
+_FEW_OBJECTS = 1000  # max objects that are built without a pause; building them takes about 10 ms
 _TURN_S = 0.02
 _MAX_ESCAPES = 4_000_000  # max escapes in one body; each blocks the event loop for 30 ns
 _MAX_OBJECTS = 150_000  # max objects and lists in one body; an update of 60,000 tensors has 120,000
@@ -46,8 +46,8 @@ async def read_body(request: Request, model: type[Body]) -> Body:
         value = from_json(body)  # reading bytes takes a quarter of the time that a bytearray takes
         await turns.give()
         _check_number(value, request.app.state.config)
-        # Tools get a check and a message of their own. The message for unknown fields advises to compare the versions
-        # of server and learner, which does not help a client of OpenAI's API.
+        # Tools are checked here, with a message of their own. The message for unknown fields says to compare the
+        # versions of server and learner, which does not help a client of OpenAI's API.
         _check_tools(request.url.path, value)
         # Objects are counted before models are built, because 4 MB of wrong items took 3.5 GB and 19 s of CPU.
         if await _num_objects(value, turns) <= _FEW_OBJECTS:
@@ -155,7 +155,7 @@ async def _built_in_turns(model: type[Body], value: object, where: str, turns: _
 
 @functools.cache
 def _lists(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """Return the item's model for each field that may be a list of models."""
+    """Return, for each field that may hold a list of models, the model of the list's items."""
     items = {name: _item_model(field.annotation) for name, field in model.model_fields.items()}
     return {name: item for name, item in items.items() if item is not None}
 

@@ -42,8 +42,8 @@ RESERVED_ENGINE_ARGS = frozenset(
         "max_model_len",
         "max_num_seqs",
         "model",
-        # `quantization` is refused, because the canary of an FP8 model needs a tolerance of 0.3 nats per token, in
-        # which a wrong layer of a small model can hide.
+        # `quantization` is refused. An FP8 model's scores may differ from the learner's by 0.3 nats per token, so the
+        # check after a sync (canary) would have to tolerate that. A small model with a wrong layer can differ by less.
         "quantization",
         "quantization_config",
         "seed",

@@ -93,7 +93,7 @@ class Connection(HttpToolsProtocol):
         self._num_idle_bytes = 0  # bytes received since the last part of a body, or since the end of the headers
         self._in_message = False  # True until the end of the current request has come
         self._headers_ended = False
-        # deadline of the headers, or of the rest of a refused body
+        # timer that drops the connection if the headers, or the rest of a refused body, come too late
         self._caller_due: asyncio.TimerHandle | None = None
         self._reading_due: asyncio.TimerHandle | None = None
 
@@ -115,7 +115,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._num_idle_bytes += len(data)
         super().data_received(data)
-        # The count is checked after the bytes were parsed, because a part of a body sets it back.
+        # The count is checked after the bytes were parsed, because a part of a body sets it to 0.
         if self._num_idle_bytes > MAX_HEADER_BYTES or len(self.pipeline) > _MAX_PIPELINED:
             self.drop()
 

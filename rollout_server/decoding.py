@@ -8,8 +8,8 @@ Invariants:
 - a request is decoded only if the sum of pixels times scans over its images is at most MOST_COST;
 - decoded images of all calls together have at most MOST_PIXELS pixels; a request's images count until its `PixelShare`
   is closed;
-- a request is decoded within DECODE_S, not counting pauses of the server. After that, or when its share is closed, its
-  process is killed;
+- a request is decoded within DECODE_S, not counting pauses of the server. After that, or when its `PixelShare` is
+  closed, the decoding process is killed;
 - each thread that decodes uses one process. It is started when it is first needed.
 """
 
@@ -74,8 +74,8 @@ class PixelShare:
 
 
 class Budget:
-    """Counts the pixels of all decoded images. `take` waits while other images are held and there would be more than
-    `most` pixels."""
+    """Counts the pixels of all decoded images. `take` waits while the sum would exceed `most`, but never if no other
+    image is held."""
 
     def __init__(self, most: int, timeout_s: float) -> None:
         self._most, self._timeout_s = most, timeout_s
@@ -164,7 +164,7 @@ class Decoders:
         with self._process() as process:
             kind, answer = process.ask(what, data, check)
         if kind == _ERROR:
-            # A cut reply of an image's host must not be kept in the cache.
+            # The bytes may be broken because the host's reply was cut off, so the cache must not keep them.
             self._images.forget(source)
             found, wanted, remedy = json.loads(answer)
             raise media_error(source, found, wanted, remedy)
@@ -179,7 +179,7 @@ class Decoders:
         try:
             yield process
         except BaseException:
-            # The process may still answer, and its late answer would be taken for the next image's.
+            # The process may still answer, and its late answer would be taken for the answer about the next image.
             process.kill()
             raise
         self._idle.put(process)

@@ -2,10 +2,11 @@
 and in `openai_api.py`.
 
 In: requests, decoding settings, calls to the workers. Out: generations, log-probabilities, workers' replies, or an
-error of the project's tree. Everything runs on one event loop; on CPU it needs the environment of `__main__`.
+error of the project's tree. Everything runs on one event loop. On CPU the engine needs the environment variables that
+`__main__` sets.
 
-Invariants: a cancelled call aborts its requests; once the engine is dead every call raises; all scores of one reply are
-by one version of the weights, if the caller is inside the gate, which keeps weight updates out (`gate.py`).
+Invariants: a cancelled call aborts its requests; once the engine is dead every call raises; all scores of one reply
+come from one version of the weights, if the caller is inside the gate (`gate.py`), which keeps weight updates out.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ _GRAPH_ARGS = {
 
 
 class WorkerReply(WireModel):
-    """One worker's answer to a call of `SyncWorker`. It is sent as JSON, because an exception could end the engine."""
+    """One worker's answer to a call of `SyncWorker`. Errors are sent as JSON too, because an exception in a worker
+    could end the engine."""
 
     error: ErrorBody | None = None
     done: bool = True  # True: the join, or the update, has ended
@@ -268,9 +270,9 @@ class VllmEngine:
         await self._stalls.run(lambda: self._call_workers("sync_ping"), lambda: cpu_seconds(self._processes))
 
     async def _call_workers(self, method: str, *args: object) -> list[WorkerReply]:
-        """Call all workers, without a deadline in vLLM. Replies of workers in other processes have no number. So after
-        a timeout, a late reply would be taken for the reply of the next call, or for a step's tokens. A stopped worker
-        stops the engine; `StallWatch` notices that."""
+        """Call all workers, without a deadline in vLLM. vLLM does not number the replies of workers in other processes.
+        So after a timeout, a late reply would be taken for the reply of the next call, or for a step's tokens. A
+        stopped worker stops the engine; `StallWatch` notices that."""
         core = self._llm.engine_core
         call = (method, None, args, None)
         if len(getattr(core, "core_engines", ())) > 1:
@@ -339,7 +341,8 @@ class VllmEngine:
                     await asyncio.shield(asyncio.gather(resuming, holding))
 
         core.add_request_async = counted
-        # The engine runs calls in order, so the answer need not be awaited. False: no caches are cleared.
+        # The engine runs calls in order, so the answer to the pause need not be awaited here. The argument False keeps
+        # the caches.
         holding = asyncio.ensure_future(core.pause_scheduler_async("keep", False))
         going_on = asyncio.create_task(go_on())
         try:
@@ -348,7 +351,7 @@ class VllmEngine:
         finally:
             core.add_request_async = send
             sent.set()
-            await asyncio.shield(going_on)  # even if this call is cancelled, because a paused engine answers nothing
+            await asyncio.shield(going_on)  # wait even if this call is cancelled: a paused engine answers nothing
 
     def serve_adapter(self, name: str | None) -> None:
         """From now on, answer requests with the adapter that the workers hold; None: without an adapter."""
@@ -362,7 +365,8 @@ class VllmEngine:
         limit = {"timeout": END_S} if "timeout" in inspect.signature(self._llm.shutdown).parameters else {}
         self._llm.shutdown(**limit)
         self._llm.shutdown = lambda: None  # vLLM's destructor would call it again while Python exits
-        gc.unfreeze()  # lets the collector free all objects: some libraries report objects left at exit
+        # Some libraries complain about objects that are left at exit, so the collector may free all objects again.
+        gc.unfreeze()
 
     @contextlib.asynccontextmanager
     async def _rendered(self, request: RolloutInferRequest) -> AsyncIterator[Prompt]:
@@ -401,7 +405,7 @@ class VllmEngine:
         try:
             yield
         except (EngineDeadError, EngineGenerateError) as error:
-            if not self.dead and isinstance(error.__cause__, ValueError):  # vLLM refuses a wrong request so
+            if not self.dead and isinstance(error.__cause__, ValueError):  # this is how vLLM refuses a wrong request
                 raise RequestError("the engine refuses the request", found=str(error.__cause__)[:500]) from error
             raise ServerError(
                 "the engine died" if self.dead else "the engine failed on this request",
@@ -470,8 +474,8 @@ def graph_args(config: ServerConfig) -> dict[str, object]:
     if config.enforce_eager or most == _MOST_CAPTURED or _GRAPH_ARGS & config.engine_args.keys():
         return {}
     own = {n for n in (1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)) if n <= most}
-    # Newer versions of vLLM capture this size too: a decoding step padded beyond the number of sequences has no full
-    # graph.
+    # Newer versions of vLLM capture this size too, because a decoding step that is padded to more tokens than
+    # `max_num_seqs` has no full graph.
     own.add(config.max_num_seqs)
     # A step that reads several short prompts (such as a weight check without images) is larger than any decoding step.
     # Without a CUDA graph of its size Python launches each layer, and the device waits.

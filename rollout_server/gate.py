@@ -56,7 +56,7 @@ class Gate:
         # True: this learner has sent base weights, and its adapter must follow
         self._awaits_adapter = False
         self._base_ver = 0  # version of the last base weights that were sent for an adapter
-        self._unsound = False  # the served weights were found to be wrong
+        self._unsound = False  # True: the served weights were found to be wrong
 
     @property
     def ver(self) -> int:
@@ -115,7 +115,7 @@ class Gate:
         # Versions rise whoever sends them, so that two models never answer under one version.
         if ver <= last:
             raise _refused(f"version {ver}", f"a version above {last}, the last that this server has seen")
-        # An adapter does not replace the base weights, and these may be wrong.
+        # An adapter alone cannot repair a poisoned server: it does not replace the base weights, which may be wrong.
         if self.state == "poisoned" and mode != "full" and not self._awaits_adapter:
             raise _refused(f"a sync in mode {mode} of a poisoned server", "a full sync")
 
@@ -256,6 +256,7 @@ class WaitingGate:
             await self._changed.wait()
 
     def _notify(self) -> None:
-        # Not a Condition, because a cancelled wait for its lock would lose the notification.
+        # An Event is used instead of a Condition: a cancelled wait for the Condition's lock would lose the
+        # notification.
         self._changed.set()
         self._changed = asyncio.Event()

@@ -48,8 +48,8 @@ class Guard:
     come from a web page.
 
     A web page can make a browser on this machine send requests here. The browser adds the page's `Origin`, and sends
-    JSON only after asking the server. If the page's domain was made to point here (DNS rebinding), `Host` is that
-    domain. `Host` is checked only without a token, because a page does not know the token.
+    JSON only if the server allows it (CORS). If the page's domain was made to point here (DNS rebinding), `Host` is
+    that domain. `Host` is checked only without a token, because a page does not know the token.
     """
 
     def __init__(self, app: ASGIApp, token: str | None, open_paths: tuple[str, ...], hosts: tuple[str, ...]) -> None:
@@ -112,7 +112,7 @@ class BodyLimit:
     """Refuses a body that is too large, arrives too slowly, or makes the bodies of all running calls too large
     together. Also refuses a call if too many run, unless it is a probe.
 
-    A body is refused as soon as its announced or its counted length exceeds a limit. It counts until its call has
+    A body is refused as soon as its announced or its counted length exceeds a limit. A body counts until its call has
     ended, because its bytes stay in memory until then.
     """
 
@@ -133,7 +133,7 @@ class BodyLimit:
             return await error_response(self._too_large(f"{announced} bytes"))(scope, receive, send)
         num_bytes = num_values = 0
         complete = False
-        # The whole body has one deadline. With one per message, a caller could send byte by byte for ever.
+        # The whole body has one deadline. With a deadline per message, a caller could send byte by byte for ever.
         deadline = asyncio.get_running_loop().time() + BODY_S
 
         async def limited() -> Message:

@@ -8,9 +8,10 @@ Invariants:
   (`shared/images.py`), and no video or audio;
 - fields of vLLM that are not listed here are refused, such as a client's own chat template or processor settings;
 - requests are answered with the adapter that the learner has sent, whatever `model` says;
-- each choice reports its weights' versions as in `/infer/`; in a stream, the event that ends the choice has them;
+- each choice reports its weights' versions as in `/infer/`; in a stream, the event that ends the choice reports them;
 - a log-probability that is not finite fails the call, even if vLLM's layer would answer;
-- a request that the engine gives back (`was_given_back`) is made again, unless a part of the answer was sent.
+- a request that the engine gives back, because vLLM's cache has lost an image (`was_given_back`), is made again, unless
+  a part of the answer was sent.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class StreamOptions(ClientModel):
 
 
 class OpenAICall(ClientModel):
-    """The fields of both calls. A field that is left out has vLLM's default: the checkpoint's generation settings."""
+    """The fields that chat and completion calls share. If a field is left out, vLLM takes its value from the
+    checkpoint's generation settings."""
 
     model: Name | None = Field(default=None, description="the served model's name, or nothing")
     n: int = Field(default=1, ge=1, le=MAX_ANSWERS)
@@ -93,7 +95,7 @@ class OpenAICall(ClientModel):
 
 
 class ChatCall(OpenAICall):
-    """`messages` may hold `image_url` parts: images as in `/infer/`, by the same rules."""
+    """`messages` may hold `image_url` parts. Images follow the same rules as in `/infer/`."""
 
     messages: Items[Message] = Field(min_length=1, max_length=MAX_PARTS)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
@@ -105,7 +107,7 @@ class ChatCall(OpenAICall):
 
 
 class CompletionCall(OpenAICall):
-    """`prompt`: one or several, as text or as token ids."""
+    """`prompt`: one prompt or several, as text or as token ids."""
 
     prompt: str | Items[str] | Items[_TokenId] | Items[Items[_TokenId]]
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
@@ -159,7 +161,7 @@ class OpenAILayer:
         back. With `call.stream` the error is raised when the answer is iterated, before its first event."""
         serving = self._started()
         watch = _Watch(ver=ver, n=call.n)
-        # vLLM's layer calls `_Client.generate` in this context, and finds this call's watch there.
+        # vLLM's layer calls `_Client.generate` in this context, so `generate` finds the watch of this call.
         _watch.set(watch)
         if isinstance(call, ChatCall):
             answer = await serving.chat.create_chat_completion(self._chat_request(call, images))
@@ -171,7 +173,7 @@ class OpenAILayer:
             raise RequestError("vLLM refuses the request", found=str(error.message)[:500]).as_status(int(error.code))
         if isinstance(answer, AsyncGenerator):
             return _checked(answer, watch)
-        answer.ver = ver  # vLLM's class of replies has no such field, but accepts any
+        answer.ver = ver  # vLLM's class of replies accepts extra fields
         for choice in answer.choices:
             choice.weight_versions = watch.versions(choice.index)
         return _json(answer)
@@ -253,7 +255,7 @@ def _content(message: Message, images: Iterator[Image.Image]) -> str | list[dict
 def _completion_request(call: OpenAICall) -> CompletionRequest:
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    # Clients that send token ids expect the prompt to be exactly what they sent, as for chats.
+    # No special tokens are added, as for chats: clients expect the prompt to be exactly what they sent.
     return CompletionRequest(**_fields(call), add_special_tokens=False)
 
 
@@ -306,13 +308,13 @@ class _Watch:
 
 
 _DATA = "data: "
-_ENDS = '"finish_reason":"'  # is only in events that end a choice; in a text its quotes would be escaped
+_ENDS = '"finish_reason":"'  # stands only in events that end a choice; inside a text its quotes would be escaped
 _watch: ContextVar[_Watch] = ContextVar("watch")
 
 
 async def _checked(events: AsyncGenerator[str], watch: _Watch) -> AsyncGenerator[str]:
     """Yield the events. Raises the first fault that `watch` has seen. After the first event a ServerBusyError replaces
-    _GivenBackError, because a part of the answer was sent."""
+    _GivenBackError: a part of the answer was sent, so the call cannot be made again."""
     began = False
     async with contextlib.aclosing(events):
         async for event in events:

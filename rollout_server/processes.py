@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-SPIN_S = 0.005  # seconds of busy-waiting before a worker sleeps; two decoding steps are less than that apart
+SPIN_S = 0.005  # seconds of busy-waiting before a worker sleeps; two decoding steps are less than this apart
 
 
 def sleep_when_idle() -> None:
@@ -75,7 +75,7 @@ def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
 def _seconds_of_child(pid: int) -> float:
     try:
         return _stat(pid)[1]
-    except OSError:  # the child has just ended: its parent's seconds include it
+    except OSError:  # the child has just ended, so its CPU time is already counted in its parent's
         return 0.0
 
 
@@ -83,7 +83,8 @@ def _stat(pid: int) -> tuple[str, float]:
     """Return a process's state, and the seconds of CPU time of the process and its ended children. Raises OSError if
     the process is gone."""
     state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return state, sum(map(int, fields[10:14])) / os.sysconf("SC_CLK_TCK")  # user and system time, children's included
+    # Fields 10 to 13 are user and system time, of the process and of its ended children.
+    return state, sum(map(int, fields[10:14])) / os.sysconf("SC_CLK_TCK")
 
 
 def _watch(server_pid: int) -> None:

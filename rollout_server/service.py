@@ -169,8 +169,8 @@ class RolloutService:
 
     @asynccontextmanager
     async def _admitted(self, num_requests: int) -> AsyncIterator[int]:
-        """Let so many requests in, and yield the version of the weights that answers them. Raises ServerBusyError if
-        there are too many, and the errors of the gate."""
+        """Let `num_requests` requests in, and yield the version of the weights that answers them. Raises
+        ServerBusyError if there are too many, and the errors of the gate."""
         # If no other call runs, a call of any size is let in, because waiting would not make room for it.
         if self._num_requests and self._num_requests + num_requests > MOST_REQUESTS:
             raise ServerBusyError(
@@ -270,7 +270,7 @@ class RolloutService:
         choices = (
             self._choice(index, one, infos.ver).model_dump_json().encode() for index, one in enumerate(generations)
         )
-        before, _, after = whole.partition(b'"choices":[]')  # quotes in a string would be escaped
+        before, _, after = whole.partition(b'"choices":[]')  # no string can match: its quotes are escaped
         return before + b'"choices":[' + b",".join(choices) + b"]" + after
 
     def _without_choices(self, generations: Sequence[Generation], infos: RolloutInfos) -> RolloutOutput:

@@ -69,7 +69,7 @@ class StallWatch:
                 self._stalled = True
                 waiting, self._waiting = self._waiting, set()
                 for limit in waiting:
-                    # A limit that has passed ends its wait with TimeoutError. `guard` then raises the reason.
+                    # A limit in the past ends the wait with TimeoutError. `guard` then raises the reason.
                     limit.reschedule(asyncio.get_running_loop().time())
                 # The ping is never cancelled (see `VllmEngine._call_workers`): its answer ends the stall.
                 await asyncio.wait({asking})

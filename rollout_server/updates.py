@@ -54,8 +54,8 @@ from shared.wire import (
 SyncCall = TypeVar("SyncCall", InitCommunicatorCall, UpdateWeightsCall)
 MOST_SYNC_S = 600.0
 _SLICE_S = 0.25  # max seconds that a worker waits in one call during an update
-# While a worker joins a group, it is asked again and again whether it has joined: seconds that one call waits, and
-# seconds between two calls. The engine generates meanwhile, so a call must not wait.
+# A worker is asked again and again whether it has joined the group. The numbers: seconds that one call waits, and
+# seconds between two calls. A call must not wait, because the engine generates meanwhile.
 _LOOK_S, _BETWEEN_LOOKS_S = 0.0, 0.02
 
 
@@ -71,7 +71,7 @@ class SyncTotals:
     pause_seconds: float = 0.0  # seconds in which no call was in flight and no call was let in
     last_pause_seconds: float = 0.0
     last_load_seconds: float = 0.0  # seconds from the start of the last pause until the workers had loaded the weights
-    last_canary_seconds: float = 0.0  # seconds from the end of that load until the canary was scored
+    last_canary_seconds: float = 0.0  # seconds from the end of the last load until the canary was scored
     num_strangers: int = 0  # number of connections to the group's port from callers without its secret
 
     def count(self, reply: UpdateWeightsReply) -> UpdateWeightsReply:
@@ -296,8 +296,8 @@ async def load_and_score(
     # The adapter gets a new name each time, because vLLM finds cached prefixes by the adapter's name.
     engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)
     rest = call.model_copy(update={"buckets": [], "canary": []})
-    # The engine runs calls in order, so each is sent before the previous one has answered. Sent one after the other,
-    # the calls left the network idle for 4 ms of a sync (4B, two H200).
+    # The engine runs calls in order, so each is sent before the previous one has answered. Waiting for each answer left
+    # the network idle for 4 ms of a sync (4B, two H200).
     begin: list[Coroutine[object, None, list[WorkerReply] | None]] = [
         engine.on_workers("sync_start", rest.model_dump_json(), BUCKETS.dump_json(call.buckets).decode()),
         engine.reset_caches(),

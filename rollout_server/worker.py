@@ -1,8 +1,9 @@
 """Runs inside vLLM's workers: joins the group, receives buckets, checks and loads them (R09).
 
 vLLM mixes `SyncWorker` into its worker class (`worker_extension_cls`), and `engine.py` calls its methods by name on all
-workers. `Receiving` is one weight update as a worker sees it: receive a bucket, check its seal, load it, then the next.
-The next buckets are received while one is checked and loaded.
+workers. `Receiving` is one weight update as a worker sees it: receive a bucket (a buffer with several tensors), check
+its seal (a keyed digest at its end), load it, then the next. The next buckets are received while one is checked and
+loaded.
 
 Invariants:
 - no method blocks longer than its `slice_s` plus one load, so a lost peer never hangs the engine;

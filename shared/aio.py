@@ -26,12 +26,12 @@ async def gather(calls: Iterable[Coroutine[object, None, T]]) -> list[T]:
         first = errors.exceptions[0]
     else:
         return [task.result() for task in tasks]
-    raise first  # not in the `except` block, where it would carry the exception group as its context
+    raise first  # raised outside of the `except` block, where it would carry the exception group as its context
 
 
 def reason(error: BaseException) -> str:
-    """Return an error's message. If it is empty: the name of the error's class, or for a CancelledError that the caller
-    went away."""
+    """Return an error's message. If the message is empty, return the name of the error's class, or for a CancelledError
+    "the caller went away"."""
     nothing_said = "the caller went away" if isinstance(error, asyncio.CancelledError) else type(error).__name__
     return str(error) or nothing_said
 

@@ -23,8 +23,8 @@ TOLERANCE_KEY = "custom.extra.rollout_matching.vllm.sync.canary_tolerance"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanaryGap:
-    """|learner log-probability - served log-probability|, nats. `mean`: over all tokens of all answers. `max`: over
-    these tokens and the scores through the prefix cache."""
+    """|learner log-probability - served log-probability|, nats. `mean` is taken over all tokens of all answers, `max`
+    also over the scores through the prefix cache."""
 
     mean: float
     max: float
@@ -37,7 +37,8 @@ def cached_positions(num_tokens: int) -> list[int]:
 
 
 def shape_error(learner: Logprobs, reply: ScoreReply) -> str:
-    """Return which numbers of log-probabilities in `reply` are wrong, in words; "" if all are right."""
+    """Return, in words, where `reply` has too many or too few log-probabilities; "" if it has the right number
+    everywhere."""
     wanted, found = [len(one) for one in learner], [len(one) for one in reply.logprobs]
     if found != wanted:
         return f"{found} log-probabilities for answers of {wanted} tokens"

@@ -27,8 +27,8 @@ def model_folder(model: str, key: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        # vLLM would take the name, but the check that all weights came reads the tensors' names from the folder's
-        # files.
+        # vLLM would accept a hub name, but the check that all weights have arrived reads the tensors' names from the
+        # folder's files.
         return str(snapshot_download(model))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(

@@ -84,7 +84,7 @@ class EngineImages:
         try:
             yield found
         finally:
-            # The wrapper is an attribute of the instance, so without it the class's own method is back.
+            # The wrapper is an attribute of the instance. Deleting it makes the class's method visible again.
             del self.renderer.process_for_engine
 
     def seen(self, rendered: EngineInput) -> list[Future[ProcessedImage] | None]:
@@ -124,7 +124,7 @@ class EngineImages:
         info = self.renderer.get_mm_processor().info
         asked: Any = prompt.for_engine().get("mm_processor_kwargs", {})
         overrides = dict(info.ctx.get_merged_mm_kwargs(asked))
-        if self._dtype == LEVELS:  # vLLM then leaves scaling and normalizing to the device
+        if self._dtype == LEVELS:  # vLLM then scales and normalizes on the device
             overrides |= {"do_rescale": True, "do_normalize": True}
         # With the same arguments as the model's code, vLLM returns its cached processor. Otherwise vLLM reads the files
         # again and copies the tokenizer several times: 4 s for a vocabulary of 152,000.

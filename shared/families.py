@@ -72,8 +72,8 @@ _MODELS_OWN = ("config.json", "adapter_config.json")
 
 
 def check_path(path: str, *, key: str) -> None:
-    """Raises ConfigError for a folder without a model, and for a missing folder that cannot be a hub name instead: hub
-    names are `name` or `owner/name`."""
+    """Raises ConfigError for a folder without a model, and for a missing folder whose path cannot be a hub name
+    either."""
     if Path(path).is_dir():
         _require_model(Path(path), key)
         return

@@ -178,7 +178,7 @@ class _Line:
 
 @contextlib.contextmanager
 def _answer(url: SplitResult, line: _Line) -> Iterator[HTTPResponse]:
-    """Yield the answer to a GET. No proxies: they would see every image."""
+    """Yield the answer to a GET. Proxies are not used, because they would see every image."""
     secure, host = url.scheme == "https", url.hostname or ""
     with contextlib.closing(line.connect((host, url.port or (443 if secure else 80)))) as link:
         connection = HTTPConnection(host, url.port)

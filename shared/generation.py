@@ -6,8 +6,8 @@ prompts have equal tokens. A turn's placeholders become image parts in place. If
 placeholder, the images go before the text of the first user turn (as in ms-swift).
 
 Other functions. In: decoding settings, seeds, vLLM's `RequestOutput`. Out: `SamplingParams`, generations, scores. The
-rollout server has an engine, and so does a learner with colocated vLLM. Invariants: responses are stop-trimmed; a
-request has a seed if and only if it samples.
+rollout server has an engine, and so does a learner with colocated vLLM. Invariants: a response's tokens do not include
+the stop token; a request has a seed if and only if it samples.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def limit_pixels(
             wanted="min_pixels <= max_pixels",
             remedy="correct one of them",
         )
-    own = images.size  # its "edges" are numbers of pixels; if only one limit is given, the other is adjusted
+    own = images.size  # Both "edges" hold numbers of pixels. If only one limit is given, the other is adjusted.
     least = min_pixels or min(own["shortest_edge"], max_pixels or own["shortest_edge"])
     size = {"shortest_edge": least, "longest_edge": max_pixels or max(own["longest_edge"], least)}
     images.size = type(own)(**size)
@@ -231,8 +231,9 @@ def scoring(prompt: Prompt, response_token_ids: list[int]) -> tuple[Prompt, Samp
 
 
 def cached_scoring(prompt: Prompt, response_token_ids: list[int]) -> list[tuple[Prompt, SamplingParams]]:
-    """Return one request for each of `cached_positions`. It reads the prefix cache, and may only generate the token at
-    that position. (Requests with `prompt_logprobs` never read the cache.) Read the outputs with `read_cached_score`."""
+    """Return one request for each of `cached_positions`. Each request reads the prefix cache, and may only generate the
+    token at its position. (Requests with `prompt_logprobs` never read the cache.) Read the outputs with
+    `read_cached_score`."""
     from vllm import SamplingParams
 
     def one(position: int) -> tuple[Prompt, SamplingParams]:

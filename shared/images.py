@@ -170,7 +170,8 @@ class Images:
         The check is of the opened file, so a link that changes meanwhile cannot get around it.
         """
         for text in _paths_in(source):
-            path = folder / text  # made once: making paths takes most of the time in a check of 100,000 photographs
+            # The path is made only once, because making paths takes most of the time in a check of 100,000 photographs.
+            path = folder / text
             try:
                 handle = os.open(path, os.O_PATH | os.O_CLOEXEC)  # O_PATH: opens no device and waits for no pipe
             except (OSError, ValueError):  # raised also for a name that is too long or holds a zero byte
@@ -249,7 +250,7 @@ class Images:
 
     def _open(self, file: IO[bytes], source: str) -> Image.Image:
         """Return the image with its header read, but not its pixels. Raises MediaError for too many pixels."""
-        # checked first, because Pillow allocates memory for all pixels of a WebP when it opens the file
+        # The size is checked first, because Pillow allocates memory for all pixels of a WebP when it opens the file.
         self._check_pixels(*_webp_size(file), source)
         image = Image.open(file, formats=FORMATS)
         self._check_pixels(image.width, image.height, source)
@@ -344,7 +345,7 @@ def _upright(image: Image.Image) -> Image.Image:
 def _upright_size(image: Image.Image, file: IO[bytes]) -> tuple[int, int]:
     """Return `_upright(image).size`, without decoding if the header is enough."""
     if image.format == "PNG" and "exif" not in image.info and not _png_has_exif(file):
-        return image.size  # not asked of Pillow, which would decode the whole image to look for an EXIF chunk
+        return image.size  # Pillow would decode the whole image to look for an EXIF chunk
     turned = 5 <= _orientation(image) <= 8
     if turned and image.format == "TIFF":  # versions of Pillow give different sizes before the image is loaded
         image.load()

@@ -4,8 +4,8 @@ In: secret environment variables (by their name) that a configuration uses as `$
 replaces the value. Errors, logs, events and printed output go through `masked`. Known secrets are global to the
 process, because a log handler has no configuration.
 
-A value is also found where a URL's normalising changed it (percent-encoding, lower case) and where it is quoted.
-Values of fewer than MIN_CHARS characters are not masked: they would be found in many words.
+A value is also found in changed forms: percent-encoded or in lower case (as in a normalised URL), and quoted. Values of
+fewer than MIN_CHARS characters are not masked: they would be found in many words.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def as_written(text: str) -> str:
     escaped = text.replace("${", "$${")
     if "://" in text:
         return masked(escaped)
-    # Only the exact value is replaced. Later `${NAME}` is filled in with the exact value. In place of another form,
-    # this would change the text.
+    # Only the exact value is replaced, because reading fills `${NAME}` with the exact value. If `${NAME}` stood for
+    # another form, the text would change.
     for value, written in _known.items():
         escaped = escaped.replace(value, written)
     return escaped

@@ -35,8 +35,9 @@ def missing_package(error: Exception) -> ConfigError | None:
 
 
 def _is_about(package: str, error: BaseException, text: str) -> bool:
-    """Return True if `error` is about `package`. transformers names a missing package only in the message. With another
-    torch than its own, torchvision reports missing operators (`torchvision::nms`), torchaudio an unloadable library."""
+    """Return True if `error` is about `package`. transformers names a missing package only in the message. If torch's
+    version does not fit, torchvision reports missing operators (`torchvision::nms`), and torchaudio a library that
+    cannot be loaded."""
     if isinstance(error, OSError):
         return text.startswith(_NO_LIBRARY) and f"/{package}/" in text
     name = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""

@@ -3,8 +3,8 @@
 In: an image processor's output for a request's images, before it is copied to the device. Out: `ProcessedImages`, small
 enough to be sent with every answer. `check_pixels` compares the results of the two sides.
 
-Equal digests mean equal pixels. Digests are of the values in the type of the engine's processor: the model's type, or
-levels of 0 to 255 where vLLM normalizes on the device. The learner converts its own values to that type
+Equal digests mean equal pixels. A digest is taken of the values in the type that the engine's processor returns: the
+model's type, or levels from 0 to 255 if vLLM normalizes on the device. The learner converts its own values to that type
 (`ImageProcessing.as_type`). If digests differ, sample values are compared. The settings of both sides explain why
 pixels differ.
 """
@@ -143,9 +143,10 @@ def _versions() -> dict[str, str]:
 
 def check_pixels(mine: ProcessedImages, theirs: ProcessedImages, *, sample_id: str, name: str) -> float:
     """Return the largest difference of pixel values: 0.0, or a difference that rounding explains. `name`: the other
-    side in messages. Raises ServerMismatchError if its vision tower sees other pixels than the learner's."""
+    side in messages. Raises ServerMismatchError if the other side's vision tower sees other pixels than the
+    learner's."""
     others = _other_settings(mine.settings, theirs.settings)
-    # With other settings of normalizing, equal levels become different values.
+    # If the two sides normalize differently, equal levels become different values.
     normalized_alike = mine.dtype != LEVELS or not set(others) & _NORMALIZING
     if mine.images == theirs.images and normalized_alike:
         return 0.0

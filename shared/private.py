@@ -86,7 +86,7 @@ def _lock(path: Path, *, new: bool = False) -> int | None:
     handle = -1
     try:
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if new else 0), 0o600)
-        # `flock`, because a POSIX lock is lost as soon as its own process closes the file once more.
+        # `flock` is used, because a process loses its POSIX lock as soon as it closes any other descriptor of the file.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         if handle >= 0:

@@ -71,8 +71,8 @@ class WrongField(NamedTuple):
 
 
 def first_wrong(error: ValidationError, whole: str) -> WrongField:
-    """Return what the first mistake of `error` found, with its field, and what was wanted. `whole`: the name for the
-    data, if no single field is wrong."""
+    """Return what the first mistake in `error` found (with the field's name), and what was wanted. `whole`: the name
+    for the data, if no single field is wrong."""
     fault = fault_of(error.errors(include_url=False)[0], whole=whole)
     return WrongField(found=f"{fault.where or whole}: {fault.found}", wanted=fault.wanted)
 

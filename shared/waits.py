@@ -18,7 +18,7 @@ from typing import TypeVar
 T = TypeVar("T")
 SLICE_S = 0.05  # time between two checks of a state that has no event to wait for
 _TICK_S = 0.05
-_MOST_PER_TICK_S = 4 * _TICK_S  # after a longer tick the process was paused; a late thread does not take so long
+_MOST_PER_TICK_S = 4 * _TICK_S  # If two ticks are further apart, the process was paused: no late thread takes so long.
 
 
 class _AwakeClock:
@@ -32,7 +32,8 @@ class _AwakeClock:
         self._starting = threading.Lock()
 
     def now_s(self) -> float:
-        if self._ticking is None or not self._ticking.is_alive():  # the first call, or a forked child has no thread
+        # This is the first call, or the first after a fork, which copies no threads.
+        if self._ticking is None or not self._ticking.is_alive():
             self._start()
         return self._at(time.monotonic())
 

@@ -71,8 +71,8 @@ def _document_nulls(schema: dict[str, Any], model: type[ClientModel]) -> None:
 
 
 class ClientModel(WireModel):
-    """A body that other programs write too: null stands for a field that was left out, unless the field has a meaning
-    for it. That holds for unknown fields, too: newer clients have more of them."""
+    """A body that other programs write too: null stands for a field that was left out, unless null has a meaning in
+    that field. Unknown fields may be null too, because newer clients have more fields."""
 
     model_config = ConfigDict(json_schema_extra=_document_nulls)
 
@@ -107,7 +107,7 @@ class ContentPart(ClientModel):
 
     @property
     def source(self) -> str | None:
-        """The image in the part itself; None if it takes the next of the request's `images`."""
+        """The image that the part itself holds. None: the part shows the next image of the request's `images`."""
         if self.type == "image":
             return self.image
         return self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url
@@ -146,7 +146,7 @@ class RolloutInferRequest(ClientModel):
 
 
 class RequestConfig(ClientModel):
-    """Settings for decoding. `seed` is that of the call's first answer. Answer `j` to request `i` is seeded with the
+    """Settings for decoding. `seed`: the seed of the call's first answer. Answer `j` to request `i` is seeded with the
     request's own seed + `j`, or, if it has none, with `seed + i * n + j`, mod 2**31-1."""
 
     max_tokens: int | None = Field(
@@ -250,7 +250,7 @@ class ProcessedImage(WireModel):
 
 
 class ProcessedImages(WireModel):
-    """The images of one request as the vision tower is fed them, before they are on the device."""
+    """The images of one request in the form that the vision tower gets, before they are copied to the device."""
 
     images: list[ProcessedImage]
     dtype: Literal["uint8", "bfloat16", "float16", "float32"] = Field(
@@ -271,8 +271,8 @@ class ServedWeights(WireModel):
 
 
 class RolloutInfos(ServedWeights):
-    """The server that answered, and its weights: `ver` is unique and rises on one server, `weights` is a digest. `seed`
-    is that of the first choice."""
+    """The server that answered, and its weights: `ver` is unique and rises on one server, `weights` is a digest.
+    `seed`: the seed of the first choice."""
 
     seed: int | None
     server_id: str
@@ -281,7 +281,8 @@ class RolloutInfos(ServedWeights):
 
 
 class RolloutOutput(WireModel):
-    """The answers to one request. Token ids are stop-trimmed; `prompt_token_ids` are those that the engine consumed."""
+    """The answers to one request. An answer's token ids do not include its stop token. `prompt_token_ids`: the ids that
+    the engine consumed."""
 
     response: ChatCompletionResponse = Field(description="one choice per answer")
     response_token_ids: list[int] = Field(description="of the first choice")
@@ -316,8 +317,8 @@ class ScoreCall(WireModel):
 class ScoreReply(WireModel):
     """`logprobs[i][j]`: natural log-probability of `items[i].response_token_ids[j]` given all before it.
 
-    `cached_logprobs`: of an update's canary, some tokens of each answer again (`shared.canary.cached_positions`), each
-    by a request that reads the prefix cache; [] if the engine has none."""
+    `cached_logprobs`: for an update's canary, log-probabilities of some tokens of each answer, computed again by
+    requests that read the prefix cache (`shared.canary.cached_positions`); [] if the engine has no such cache."""
 
     ver: int
     logprobs: list[list[float]]
@@ -386,9 +387,9 @@ class UpdateWeightsCall(WireModel):
 
 
 class ExpectScoresCall(WireModel):
-    """The learner's own log-probabilities, with which the canary of update `ver` compares the served ones. They are
-    computed before the update begins, and sent when all buckets were. The answer only says that they have arrived; the
-    verdict is the answer to `/update_weights/`."""
+    """The learner's log-probabilities of the canary of update `ver`, which the server compares with its own. The
+    learner computes them before the update begins, and sends them after the last bucket. The answer to this call only
+    confirms that they have arrived; the answer to `/update_weights/` is the verdict."""
 
     incarnation: Name
     ver: int = Field(ge=0, lt=2**63)

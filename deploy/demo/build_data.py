@@ -42,7 +42,7 @@ class Build:
     test: int
     style: StyleName = "demo"
     annotation_dropout: float = 0.0  # probability that an object has no label
-    annotation_cap: int | None = None  # max labels of a scene, in reading order
+    annotation_cap: int | None = None  # max labels of a scene; the first ones in reading order are kept
     annotation_cap_share: float = 1.0  # share of the scenes with the cap, chosen at random
     seed: int = 0
 

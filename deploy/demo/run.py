@@ -3,9 +3,9 @@
 Training labels leave out 40% of the objects. Two runs learn from these labels, for equally many steps, from the shipped
 checkpoint: plain teacher forcing (`sft`), and ours. Ours first completes the labels (`labels.complete`): the model
 answers each scene four times, and objects on which the answers agree become labels. Every completion and evaluation
-follows a checked weight sync. For `sft` the best step is scored, chosen by validation scenes with incomplete labels;
-for ours, the last step. Both are scored on test scenes with complete labels. Pictures show the predictions for three
-test scenes, before and after our run.
+follows a checked weight sync. The best step of `sft` is scored, which validation scenes with incomplete labels choose.
+The last step of ours is scored. Both scores are taken on test scenes with complete labels. Pictures show the
+predictions for three test scenes, before and after our run.
 
 Writes summary, report, pictures, metrics and logs under `runs/demo`. Ports are chosen from the free ones. All started
 processes are stopped at the end.

@@ -39,7 +39,7 @@ class Style:
     max_height: int
     max_digits: int
     max_iou: float  # max overlap of two digits' boxes
-    max_distractors: int = 0  # max number of scrambled digits, drawn first, so that digits cover them
+    max_distractors: int = 0  # max number of scrambled digits; they are drawn first, so real digits may cover them
 
 
 StyleName = Literal["demo", "hard"]

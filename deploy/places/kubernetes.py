@@ -7,7 +7,7 @@ servers.
 
 The StatefulSet restarts servers. torchrun restarts ranks, up to its limit. Then the Job restarts pods, up to
 `max_requeues` times, not counting restarts because a machine was drained. A wrong configuration (exit code 2) ends the
-Job. All starts of a Job are one run.
+Job. All starts of a Job continue one run.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ def pod(plan: Plan, container: Object, *, devices: int, runs: bool, grace_s: int
 
 def environment(plan: Plan, *, of_job: bool) -> list[Object]:
     """Return a pod's environment variables: its address, the secrets, and folders for caches that it may write to.
-    `of_job`: also the Job's id, by which all starts of a Job are one run."""
+    `of_job`: add the Job's id, which makes all starts of a Job one run."""
     uid = "metadata.labels['batch.kubernetes.io/controller-uid']"
     return [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},

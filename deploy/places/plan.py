@@ -63,7 +63,7 @@ class ServerPlan:
 
     def file(self, address: str, port: int) -> str:
         """Return the server's YAML. The server listens on every interface; learners join it for syncs at `address`."""
-        address = Hidden(address)  # `Hidden` keeps a `${NAME}` in it as it is written
+        address = Hidden(address)  # `Hidden` keeps `${NAME}` as it is written
         return dump_yaml({**self.values, "host": "0.0.0.0", "port": port, "communicator_host": address})
 
 

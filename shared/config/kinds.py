@@ -1,5 +1,5 @@
-"""Finds out by its top-level keys which program a configuration file is for. In a file of another program every key is
-wrong, and a list of all these keys would hide the real mistake.
+"""Finds out from a configuration file's top-level keys which program the file is for. In a file for another program
+every key is unknown. One message about the file replaces the long list of unknown keys.
 """
 
 from __future__ import annotations

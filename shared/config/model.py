@@ -347,7 +347,8 @@ def mistake_of(
         mapping = _mapping_at(model, path)
         wanted = describe(mapping[0]) if mapping else wanted
     found, remedy = show(detail["input"]), _remedy(detail["input"], wanted, detail, _type_at(model, path))
-    if kind in ("value_error", "assertion_error"):  # raised by a validator of the model, whose text says what is wanted
+    # A validator of the model raised this error, and its text says what is wanted.
+    if kind in ("value_error", "assertion_error"):
         wanted = str(detail["ctx"]["error"])
     return path, Mistake(path=name, found=found, wanted=wanted, remedy=remedy), (path,)
 

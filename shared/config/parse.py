@@ -43,7 +43,7 @@ Retired = Mapping[str, tuple[str, str]]  # dotted path of a retired key -> (what
 
 
 class Document(dict[str, object]):
-    """The values of a configuration and their lines. Keeps the YAML's own mistakes for `parse`."""
+    """The values of a configuration and their lines. Keeps the mistakes found while reading the YAML, for `parse`."""
 
     def __init__(self, parsed: Parsed, source: str) -> None:
         assert isinstance(parsed.value, dict), "only a mapping is read"
@@ -64,7 +64,8 @@ def load_yaml(path: str | Path, env: Mapping[str, str] = os.environ, overrides: 
 
 
 def load_alone(path: Path) -> Document:
-    """Return a file that no user named (D24), without its bases and with `${VAR}` unfilled. Raises ConfigErrors."""
+    """Return a file that no user named, such as one beside a model. So its bases are not read and `${VAR}` is not
+    filled in (D24). Raises ConfigErrors."""
     return Document(read_alone(path), str(path))
 
 

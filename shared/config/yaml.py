@@ -217,13 +217,15 @@ def read_composed(path: Path, env: Mapping[str, str], overrides: Sequence[str] =
     merged = reader.read(path, ())
     for override in overrides:
         _override(merged, override)
-    merged.value = reader.fill(merged.value, (), merged)  # done last: a value that was replaced needs no variables
+    # Variables are filled in last, because a value that was replaced needs none.
+    merged.value = reader.fill(merged.value, (), merged)
     return merged
 
 
 def read_alone(path: Path) -> Parsed:
-    """Return the values of a file that no user named (D24), without its bases and with `${VAR}` unfilled. Raises
-    ConfigErrors if the file cannot be read."""
+    """Return the values of a file that no user named. Its bases are not read and `${VAR}` is not filled in, because
+    whoever wrote the file must not get other files or variables (D24). Raises ConfigErrors if the file cannot be
+    read."""
     try:
         raw = bytes_beside(path)
     except OSError as error:

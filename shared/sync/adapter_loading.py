@@ -126,7 +126,7 @@ class AdapterLoad:
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         if mapper is None:
             return modules
-        renaming = dataclasses.replace(mapper, orig_to_new_stacked={})  # q, k, v stay apart: vLLM fuses them
+        renaming = dataclasses.replace(mapper, orig_to_new_stacked={})  # q, k, v keep separate names: vLLM fuses them
         return [
             name.removesuffix(".weight") for name in renaming.apply_list([f"{module}.weight" for module in modules])
         ]
@@ -138,8 +138,8 @@ class AdapterLoad:
 
 
 class BaseWeightLoad(WeightLoad):
-    """A load into the base model. The LoRA wrappers are taken off while layers are named, loaded by vLLM, or reloaded
-    one by one. So the layers then have the checkpoint's names."""
+    """A load into the base model. The LoRA wrappers are removed while layer names are read, and while vLLM loads or
+    reloads layers, because a wrapper changes the names of what it wraps."""
 
     def __init__(
         self,

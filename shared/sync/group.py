@@ -270,8 +270,8 @@ class _Nccl(Communicator):
     def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Begin:
         device, stream = self.device, self._stream
         ready = torch.cuda.Event()
-        # The event is recorded on the caller's thread: work that its stream has now, such as writing the bucket, must
-        # run first.
+        # The event is recorded on the caller's thread: work that is queued on its stream now, such as writing the
+        # bucket, must run first.
         ready.record(torch.cuda.current_stream(device))
 
         def issue() -> Callable[[], None]:

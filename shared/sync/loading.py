@@ -189,7 +189,7 @@ class WeightLoad:
                 self._written |= set(self._load_weights(self._counted(tensors)) or ())
 
     def _load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str] | None:
-        # vLLM's context is entered only here, because that takes longer than repeating a bucket's copies.
+        # vLLM's context is entered only here, because entering it takes longer than repeating a bucket's copies.
         with self._context():
             written: Iterable[str] | None = self._model.load_weights(tensors)
         return written

@@ -290,7 +290,7 @@ def _listen(member: Seat) -> socket.socket:
 def _visit(member: Seat, card: bytes, wait: _Wait) -> Meeting | None:
     """Connect to rank 0 once. Return None if no listener knows the secret: another group may still use the address."""
     try:
-        # Each try is short. Only between two tries it is checked whether the join was given up.
+        # Each try is short, because a join that was given up is noticed only between two tries.
         link = socket.create_connection((member.host, member.port), timeout=1.0)
     except socket.gaierror:
         raise
