@@ -99,7 +99,7 @@ class Answers:
 
     def of(self, groups: Mapping[int, Sequence[Sample]]) -> dict[int, list[list[Rollout]]]:
         """Return the answers to the samples of each image, by the image's index among all images of the command. Each
-        sample's greedy answer comes first. Raises the errors of a run's rollouts."""
+        sample's greedy answer comes first. Raises the same errors as rollouts during training."""
         greedy = self._generate(groups, 1, greedy=True)
         self._require_same_prompt(greedy)
         drawn = self._generate(groups, self.asked.samples, greedy=False) if self.asked.samples else {}
@@ -125,7 +125,8 @@ class Answers:
             MicroStep(
                 samples=[sample for sample in samples for _ in range(number)],
                 micro_step_idx=0,
-                # Seeds follow from this index, so each image has its own, whatever is answered together.
+                # Seeds follow from this index, so an image has the same seeds, whatever other images are answered with
+                # it.
                 first_req_idx=place * MOST_PARTS * number,
             )
             for place, samples in groups.items()
@@ -174,9 +175,10 @@ class Answers:
         return backend
 
     def _require_same_weights(self, url: str, status: ServerStatus) -> None:
-        """Raises ServerMismatchError if the server has other weights than the model, to which scores and prompt
-        belong."""
-        # Weights that a run has synced are in no file, and an adapter's file is not the merged model.
+        """Raises ServerMismatchError if the server's weights are not those of `--model`: only for these were the prompt
+        and the calibration of scores made."""
+        # These cannot be compared: weights that a run has synced are in no file, and an adapter's file is not the
+        # merged model.
         if status.ver or not status.weights or self._model.has_adapter:
             return
         if checkpoint_digest(str(self._model.folder)) != status.weights:

@@ -59,7 +59,8 @@ def notes_of(
 def card_of(model: ModelFiles, name: str) -> str:
     """Return the text of README.md. `name` is the model's name for people. The owner of the repository
     replaces OWNER in its text."""
-    origin = trained_by(model.folder) if model.run is not None else None  # None: no run may be read (D24)
+    # None: there is no run, or its files must not be read (D24)
+    origin = trained_by(model.folder) if model.run is not None else None
     run, step = (read_run(origin[0]), origin[1]) if origin else (None, None)
     measured = _measured(run, step) if run else ()
     settings, repo = model.settings, f"OWNER/{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-.') or 'model'}"

@@ -121,7 +121,7 @@ def _work(detector: Detector, todo: Mapping[int, InputImage], store: Store, opti
         for place, found in detector.predictions(todo):
             if isinstance(found, Prediction):
                 boxes = [box for box in found.boxes if box.score >= shown_from(detector, options)]
-                # The picture comes first, because the line says that its image is done.
+                # The picture is saved first, because the line marks its image as done.
                 save_picture(options.out, picture_name(place, found), draw(images.load(found.source), boxes, classes))
                 store.add(place, found)
             else:
@@ -171,7 +171,7 @@ def reading(model: ModelFiles, paths: Sequence[str], *, named: bool) -> tuple[Da
     """Return the settings and the user's reader for annotation files. If the user named the run's configuration
     (`named`), these are the run's settings and reader. Otherwise return (None, None)."""
     run = model.run
-    # A configuration that the user did not name is not used here, because its reader would be imported (D24).
+    # A configuration that the user did not name is not used here, because its reader is code that would be run (D24).
     if run is None or not named:
         return None, None
     own = {path: split for split in ("test", "val", "train") if (path := run.data.path_of(split)) is not None}

@@ -208,8 +208,7 @@ class Detector:
         return Parts([Tile(0, 0, *size) for size in sizes], [sample])
 
     def _sent(self, source: str) -> str:
-        """Return an image as it is sent to the model: unchanged, but if a server answers, a file is sent as its
-        bytes."""
+        """Return an image as it is sent to the model: unchanged, except that a server gets the bytes of a file."""
         path = Path(source.removeprefix("file://")) if len(source) < MOST_PATH else None
         if self.asked.server is None or path is None or not path.is_file():
             return source

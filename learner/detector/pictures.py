@@ -92,7 +92,7 @@ def _draw_box(
         canvas.line([*points, *points[:2]], fill=color, width=line)
     else:
         canvas.rectangle((x1, y1, max(x1, x2), max(y1, y2)), outline=color, width=line)
-    # Pillow's own font has these characters only
+    # Pillow's own font has only the characters of Latin-1.
     text = f"{box.name} {box.score:.2f}".encode("latin-1", "replace").decode("latin-1")
     left, top, right, bottom = canvas.textbbox((0, 0), text, font=font)
     width, height = right - left + 4, bottom - top + 4

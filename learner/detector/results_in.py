@@ -5,8 +5,9 @@ writes it). A `file_name`, which results of `predict` have, is tried first. A re
 file's category id; by `category` or `category_name`; or, if the annotations have no ids, by the class's place in the
 names, from 0 or from 1. YOLO's names have the order of data.yaml; other names are sorted.
 
-The annotated objects show mistakes. If the boxes lie on the objects only in another unit, the results are refused. If
-most boxes on an object have another name than the object, a warning says which numbering or names would fit.
+The annotated objects help to find mistakes. If the boxes lie on the objects only in another unit, the results are
+refused. If most boxes on an object have another name than the object, a warning says which numbering or names would
+fit.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from shared.validation import fault_of
 
 BoxFormat = Literal["xywh", "xyxy"]
 _ON = 0.5  # min IoU of a box that lies on an object
-_CLEAR = 1.3  # another unit or format is taken if the overlap with objects is then at least this many times as large
+# Results are refused if another unit or format makes the overlap with objects at least this many times as large.
+_CLEAR = 1.3
 _MOST_OUTSIDE = 0.25  # share of the boxes; if more lie outside their images, there is a warning
 _LEAST = 3  # min number of boxes on objects; with fewer, names are not doubted
 _MAX_NAMED = 5

@@ -36,7 +36,8 @@ from shared.errors import ConfigError
 SEGMENT_ATTENTION = "segment_flash"
 
 MAX_PADDING = 1.25  # max area (pieces x longest length) of a padded SDPA call, as a multiple of the sum of lengths
-MATMUL_LENGTH = 512  # max keys for which, on a CPU in bf16, plain matrix products (AMX) are used: SDPA is slower then
+# A CPU in bf16 computes plain matrix products (AMX) for up to so many keys, because SDPA is slower there.
+MATMUL_LENGTH = 512
 # Option for fewer heads of keys and values than of queries. torch 2.12 and later need it; earlier versions lack it.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
@@ -131,7 +132,7 @@ def segment_attention(
         where, cu_seqlens, max_length = segments, segments.cu_seqlens, segments.max_length
         cu_keys = segments.cu_keys
     _refuse_variants(kwargs, max_length)
-    if torch.is_autocast_enabled(query.device.type):  # if they were normalised, queries and keys are in float32
+    if torch.is_autocast_enabled(query.device.type):  # layers that normalise queries and keys make them float32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -274,7 +275,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, cau
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, is_causal=is_causal, enable_gqa=grouped)
     if grouped:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    with torch.autocast(q.device.type, enabled=False):  # the kernel of a softmax in bf16 computes in float32 anyway
+    with torch.autocast(q.device.type, enabled=False):  # a bf16 softmax computes in float32 inside its kernel
         scores = (q * scale) @ k.transpose(2, 3)  # [S, H, L, L]
         if causal:
             if later is None:

@@ -143,8 +143,8 @@ class SideStream:
     def entered(self) -> Iterator[None]:
         """Launch the block's work on the side stream. It runs after all work that the current stream has so far."""
         if self._stream is None:
-            # The stream is made at first use. torch has 32 streams and gives them out in turn. By now the engine has
-            # its streams, and has captured CUDA graphs on them. So this stream is none of the engine's.
+            # The stream is made at first use. torch hands out 32 streams in turn. The engine took its streams earlier,
+            # to capture CUDA graphs, so this stream is not one of them.
             self._stream = torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -172,7 +172,8 @@ class RepeatedLogprobs:
         side: SideStream | None = None,
     ) -> None:
         self._policy, self._answers, self._within = policy, answers, within
-        if policy.device.type == "cuda" and answers and not policy.is_sharded:  # gathering moves weights
+        # a sharded model gathers weights at new addresses
+        if policy.device.type == "cuda" and answers and not policy.is_sharded:
             # Launching the pass of 4B from Python takes 0.16 s; a replay takes a millisecond.
             record = record or cuda_graph
             side = side or SideStream(policy.device)

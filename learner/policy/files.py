@@ -43,8 +43,8 @@ def save_model(policy: Policy, path: Path, weights: Mapping[str, torch.Tensor] |
 
 
 def export_model(policy: Policy, path: Path, *, dtype: torch.dtype) -> None:
-    """Write the model with its adapter merged, in `dtype`, for serving or as the start of another training. This run
-    cannot be resumed from it."""
+    """Write the model with its adapter merged, in `dtype`, for serving or as the start of another training. The run
+    cannot be resumed from these files."""
     path.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(contiguous(dict(policy.named_weights(dtype))), path)
     settings = policy.model.config.to_dict() | {

@@ -127,9 +127,10 @@ class Policy:
 
     @cached_property
     def flops_per_token(self) -> float:
-        """Floating-point operations for learning one token, counted for the decoder's weights only, so a lower bound.
-        A weight needs 2 in the forward pass, 2 for the gradient of its input, 2 more if it is trained, and 2 more if
-        gradient checkpointing computes the layer again. Attention, head and vision tower are left out."""
+        """Floating-point operations for learning one token. Only the decoder's weights are counted, so this is a lower
+        bound. A weight needs 2 operations in the forward pass, 2 for the gradient of its input, 2 more if it is
+        trained, and 2 more if gradient checkpointing computes the layer again. Attention, head and vision tower are
+        left out."""
         decoder = self.model.get_decoder()
         looked_up = {id(p) for p in decoder.get_input_embeddings().parameters()}
         weights = [p for p in decoder.parameters() if id(p) not in looked_up]

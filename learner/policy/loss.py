@@ -60,7 +60,7 @@ def _of_function(function: LossFunction, logprobs: torch.Tensor, weights: torch.
     try:
         loss = function(logprobs, weights)
     except Exception as error:
-        # The function is not at fault, and the caller names the row that does not fit.
+        # A lack of memory is not the function's fault, and the caller names the row that does not fit.
         if is_out_of_memory(error):
             raise
         raise _function_error(where_raised(error)) from error

@@ -31,8 +31,8 @@ BUCKET_ELEMENTS = 64 * 2**20  # max elements of a bucket (256 MiB of float32), u
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among the learner's processes, and their collectives. `timeout_s`: deadline of a collective. With
-    `world_size` 1 there is no process group, and collectives return at once."""
+    """This process's place among the learner's processes, and the collectives that they share. `timeout_s`: deadline of
+    a collective. With `world_size` 1 there is no process group, and collectives return at once."""
 
     rank: int = 0
     world_size: int = 1
@@ -44,7 +44,7 @@ class Ranks:
         return self.rank == 0
 
     def all_reduce_max(self, value: float) -> float:
-        """Return the largest of the ranks' values. Raises CollectiveError if a rank does not come in time, as all
+        """Return the largest of the ranks' values. Raises CollectiveError if a rank does not come in time, as do all
         collectives of this class."""
         if self.world_size == 1:
             return float(value)

@@ -8,8 +8,8 @@ inputs are always the same, so the values that are read or copied are the same i
 weights. So one pass is recorded in `Notes`: the values read, the values copied, and which tensors depend on weights.
 Then the pass is captured, and gets the recorded values instead of reading and copying.
 
-Invariants: a pass that reads on the host what depends on weights (a mixture of experts) is not captured. Before the
-capture the pass runs once more with the recorded values, and must give the same output. In this trial torch refuses
+Invariants: a pass is not captured if the host reads values that depend on weights (as in a mixture of experts). Before
+the capture the pass runs once more with the recorded values, and must give the same output. In this trial torch refuses
 operations that wait for the device.
 """
 

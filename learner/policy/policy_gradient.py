@@ -32,7 +32,7 @@ _PER_TOKEN = ("entropy", "importance", "truncated", "ratio", "clipped", "kl")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
     """Limits of a token's loss. `cap`: max importance (truncated importance sampling). `low` and `high`: if a token's
-    probability has fallen by the share `low` or risen by the share `high` since the first update, it gets no more
+    probability has fallen by the fraction `low` or risen by the fraction `high` since the first update, it gets no more
     gradient in that direction (DAPO)."""
 
     cap: float = 2.0

@@ -208,7 +208,7 @@ class _Swap:
             replaced[name] = _parameter(value.to(trained.dtype))
         self._owner._parameters = {**self._trained, **replaced}
         if self._adapted is not None:
-            # peft counts the adapters as merged, and does not add them again.
+            # peft then counts the adapters as merged, and does not add them again.
             self._adapted.merged_adapters = list(self._adapted.active_adapters)
 
     def leave(self, *_: object) -> None:
@@ -280,7 +280,7 @@ class _PlainMerge:
         self._base = layer.get_base_layer().weight
         self._a, self._b = layer.lora_A[name].weight, layer.lora_B[name].weight
         self._scaling = layer.scaling[name]
-        self._is_exact = _is_power_of_two(self._scaling)  # then scaling does not round, and may be part of the sum
+        self._is_exact = _is_power_of_two(self._scaling)  # True: scaling does not round, so it may be part of the sum
 
     def __call__(self, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
         base, a, b = self._base.detach(), self._a.detach(), self._b.detach()
