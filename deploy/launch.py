@@ -213,7 +213,7 @@ def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequenc
             # An older server at this port would answer at once, so the answer must name this start.
             if not (said := look(client, base_url, server.server_id)):
                 return time.monotonic() - started
-            # The time is checked after the look. Otherwise a launcher that was paused for long would give up a server
+            # The time is checked after `look`. Otherwise a launcher that was paused for long would give up a server
             # that has become ready meanwhile.
             if not retry.wait():
                 break
@@ -276,15 +276,15 @@ class Server:
             processes, entry.config, log=self._log, devices=entry.devices, via=entry.via
         )
         self.given_up = False
-        self._is_ready = True  # true before the first `look`: `launch` waits for the first start
+        self._is_ready = True  # True before the first `look`, because `launch` waits for the first start
         self._num_restarts = 0
         self._started_at = awake_s()
         self._start_at: float | None = None  # time of the next restart
         say(f"{self._name} at {self.url}, devices {entry.devices or 'any'}, log {self._log}")
 
     def look(self, client: httpx.Client, ready_timeout_s: float) -> None:
-        """Check the server once. Restart it if the pause before its restart is over, say so if it is ready again, and
-        plan its next restart or give it up if it has ended."""
+        """Check the server once. If the pause before its restart is over, restart it. If it is ready again, print that.
+        If it has ended, plan its next restart or give it up."""
         now = awake_s()
         if self.given_up:
             return

@@ -4,15 +4,15 @@
     rollout-learner train --config run.yaml [KEY=VALUE ...]      train, one rank
     torchrun --no-python rollout-learner train --config run.yaml train, torchrun's ranks
     rollout-learner check --config run.yaml [--draw N]           validate configuration and data; draw labels
-    rollout-learner check --config run.yaml --machine            and this machine, and the servers
+    rollout-learner check --config run.yaml --machine            the same, and check this machine and the servers
     rollout-learner export --model DIR --out DIR                 write a checkpoint's merged weights, with a card
     rollout-learner predict --model DIR INPUT... --out DIR       find objects in photographs, with a score for each
     rollout-learner calibrate --model DIR ANNOTATIONS            fit these scores on validation images
     rollout-learner evaluate ANNOTATIONS --predictions NAME=FILE compare detectors: models, or any COCO results
-    rollout-learner find-missing suggest|review|audit|write     find objects that nobody labelled, with a person
+    rollout-learner find-missing suggest|review|audit|write      suggest unlabelled objects, for a person to review
     rollout-learner report RUN_DIR [--live]                      write a run's report as one HTML page, or follow it
-    rollout-learner servers list|add|remove [URL] --run RUN_DIR  which servers a running run has; change that
-    rollout-learner split --config run.yaml --out DIR            write which photographs are learned, as lists of paths
+    rollout-learner servers list|add|remove [URL] --run RUN_DIR  list, add or remove the servers of a running run
+    rollout-learner split --config run.yaml --out DIR            write lists of the photographs in each split
     rollout-learner schema                                       print the JSON Schema of run.yaml, for editors
 
 `train` can be left out: `python -m learner --config run.yaml` trains, and with `--check` it only checks.

@@ -75,7 +75,7 @@ Rect = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 
 class View(NamedTuple):
     """The way in which an augmented picture is made (`data.augment`): `window` is cut out of the photograph, turned,
-    mirrored, and resized to `size`. Colors are factors; 1 changes nothing."""
+    mirrored, and resized to `size`. `brightness`, `contrast` and `saturation` are factors; 1 changes nothing."""
 
     photograph: Size  # size of the upright photograph
     window: Rect
@@ -92,9 +92,9 @@ class View(NamedTuple):
 class Sample:
     """One dataset record. `messages` are chat turns (`{"role", "content"}`) with `<image>` placeholders, without the
     assistant's last turn. `images` are strings as the server gets them. `objects` are the ground truth: for detection
-    `DetectionObject`s in canonical order, for another task the objects of its reader. The regions `ignored` hold crowds
-    and difficult objects. They are not taught, and predictions in them are neither right nor wrong. A region with an
-    empty description applies to every class.
+    `DetectionObject`s in canonical order, for another task the objects of its reader. `ignored` are regions with crowds
+    and difficult objects. The regions are not taught, and predictions in them are neither right nor wrong. A region
+    with an empty description applies to every class.
 
     With several images, each object and region has the number of its image. `sizes` has the width and height of each
     image, in pixels, and `width` and `height` are the first image's. `sizes` is empty for a sample of one image, and if

@@ -39,7 +39,7 @@ HERE = Path("deploy/demo")
 MODEL = HERE / "checkpoint"
 READY_TIMEOUT_S = 240.0
 MISSING = 0.4  # share of the training objects without a label
-NUM_TRAIN, NUM_VAL, NUM_TEST = 192, 60, 200  # 12 steps of 16 scenes: every training scene once
+NUM_TRAIN, NUM_VAL, NUM_TEST = 192, 60, 200  # a run has 12 steps of 16 scenes, so it learns each training scene once
 STAGES = {
     "ours": "ours: four answers to every scene complete its labels, then sft; every sync is checked",
     "sft": "sft on the labels as they are, as many steps",
@@ -94,7 +94,7 @@ def _tell(phases: dict[str, float], started: float) -> int:
 
     from deploy.demo.summary import draw_before_and_after, show, summarize
 
-    torch.set_num_threads(1)  # the pictures show three scenes, for which two threads are slower than one
+    torch.set_num_threads(1)  # for the three scenes of the pictures, two threads are slower than one
     with timed(phases, "pictures"):
         pictures = draw_before_and_after(MODEL, OUT / "ours", OUT / "pictures")
     phases["total"] = time.monotonic() - started

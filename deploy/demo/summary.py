@@ -1,10 +1,10 @@
 """The demo's results: `runs/demo/summary.json`, and the table and the sentence that end `make demo`.
 
-In: the run folders of our method and of `sft`, as `learner` wrote them. Ours evaluates test scenes at its start and its
-end; `sft` evaluates validation scenes during training and test scenes at its end. Out: metrics of the base model and of
-both runs with 95% bootstrap intervals over test scenes, paired differences, every sync, and wall times. The metrics of
-`sft` are the metrics of its best step (the start is step 0), chosen by the validation scenes. If this is neither the
-start nor the last step, this module scores the checkpoint of `sft` on the test scenes.
+In: the run folders of our method and of `sft`. The run of our method evaluates test scenes at its start and its end.
+The run of `sft` evaluates validation scenes during training, and test scenes at its end. Out: metrics of the base model
+and of both runs with 95% bootstrap intervals over test scenes, paired differences, every sync, and wall times. The
+metrics of `sft` are those of its best step (the start is step 0), which the validation scenes choose. If this step is
+neither the start nor the last one, this module scores its checkpoint on the test scenes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ SHOWN = {  # column titles of the table
     "precision@0.5": "precision@0.5",
 }
 ARMS = {"base": "base model", "sft": "sft, best step", "ours": "labels completed"}
-CHOSEN_BY = "fm@0.5"  # metric that chooses the best step; labels that are missing at random do not change the choice
+# Metric that chooses the best step. Labels that are missing at random do not change this choice.
+CHOSEN_BY = "fm@0.5"
 NUM_PICTURES = 3
 
 
@@ -148,7 +149,7 @@ def show(summary: Mapping[str, Any]) -> None:
 
 
 def sentence(summary: Mapping[str, Any]) -> str:
-    """Return the result in words. If ours is ahead, it also says when `sft` is the better choice."""
+    """Return the result in words. If our method is better, the text also says when `sft` is the better choice."""
     base, sft, ours = (summary["arms"][arm]["f1@0.5"]["value"] for arm in ARMS)
     ahead = summary["ours_minus_sft"]["f1@0.5"]
     if ahead["low"] <= 0:

@@ -158,7 +158,7 @@ def _ways_to_read(data: DataConfig) -> list[str]:
 def config_of(data: Mapping[str, object], *, world_size: int | None = None) -> RunConfig:
     """Return the configuration in the parsed YAML `data`, checked as `load_config` does. Raises ConfigErrors."""
     rules = RULES if world_size is None else (*RULES, *topology_rules(world_size))
-    # Values of short names are copied first, so they are checked where the long names are.
+    # Values given under short names are copied to the long names first, so the checks of the long names cover them.
     filled, written = spelled_out(data)
     try:
         config: RunConfig = parse(RunConfig, filled, retired=RETIRED, rules=rules)

@@ -32,7 +32,7 @@ from shared.errors import DataError
 
 log = logging.getLogger(__name__)
 
-Augmented = Callable[[int, int, int], Sample]  # (index, epoch, position) -> the sample as altered for that epoch
+Augmented = Callable[[int, int, int], Sample]  # (index, epoch, position) -> the sample, altered for that epoch
 _TRIES = 8  # max draws of a view, if the photograph has objects and no draw shows one
 _LEAST_SHARE = 0.35  # min share of an object's area inside the picture; an object with less becomes an ignore region
 _LEAST_SIDE = 4.0  # min length of an object's shorter side, in pixels; a smaller object becomes an ignore region
@@ -56,9 +56,9 @@ class Augmenter:
         self._told = False
 
     def __call__(self, index: int, epoch: int) -> Sample:
-        """Return sample `index` as altered for `epoch`."""
+        """Return sample `index`, altered for `epoch`."""
         sample = self._samples[index]
-        # Python's own hash of a text differs in every process, and all ranks must see the same sample.
+        # Python's own hash of a text differs between processes, but all ranks must see the same sample.
         digest = hashlib.blake2b(sample.sample_id.encode(), digest_size=8).digest()
         rng = np.random.default_rng([self._seed, epoch, int.from_bytes(digest, "little")])
         for _ in range(_TRIES):
@@ -129,7 +129,8 @@ def draw_view(sample: Sample, rng: np.random.Generator, config: AugmentConfig) -
         turns, mirrored = 0, False
     width, height = sample.width, sample.height
     share = rng.uniform(config.smallest_crop, 1.0)
-    # The model is used to the photograph's proportions, so the picture keeps them, turned or not.
+    # The picture keeps the photograph's proportions, even if it is turned, because the model knows only these
+    # proportions.
     size = max(2, round(width * share)), max(2, round(height * share))
     shape = size[::-1] if turns % 2 else size
     # The window is `share` times as wide and high as the largest window of this shape in the photograph.

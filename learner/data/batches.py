@@ -1,23 +1,23 @@
 """Yields this rank's micro-batches, epoch after epoch. Prompts are encoded ahead of use.
 
 `Batches`. In: samples, configuration and rank. Out: an endless iterator of `MicroBatch`. Its state is a few numbers,
-equal on all ranks. The state does not count micro-batches that were prefetched and not yet handed out, so a resume
-repeats and skips no sample.
+equal on all ranks. Micro-batches that were only prefetched are not counted in the state, so a resume repeats and skips
+no sample.
 
 `sampler.py` decides which samples a rank takes at which micro-step.
 
-Micro-batches are handed out in order, or in the order in which `take` and `skip` are called, each one once. The state
-says which micro-batches are left.
+Each micro-batch is handed out once: in order, or in the order in which `take` and `skip` are called. The state says
+which micro-batches are left.
 
 `ShareReader` reads this rank's part of the same micro-batches for another thread, with an encoder of its own.
 
 `WindowRepeater` hands out each accumulation window (the micro-batches of one optimizer step) `m_steps` times, and marks
 each micro-batch with its `WindowStep`. So rollouts are reused, and no sample is skipped. The last window of an epoch
 may have fewer than `gradient_accumulation_steps` micro-batches. Then it is handed out once (R18). Invariants: over all
-ranks, an epoch hands out each sample `m_steps` times, and samples of a short last window once, also if a resume falls
-inside a window. The state counts whole passes over a window, because a pass is one optimizer step. After a resume an
-unfinished pass starts again from its first micro-batch. What it had handed out before does not count, because no step
-learned it.
+ranks, an epoch hands out each sample `m_steps` times, and samples of a short last window once. This also holds if the
+run is resumed inside a window. The state counts whole passes over a window, because a pass is one optimizer step. After
+a resume an unfinished pass starts again from its first micro-batch, because no step has learned what it handed out
+before.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shared.errors import CheckpointError
 
 
 class WindowStep(NamedTuple):
-    """The number of an accumulation window, and of the pass over it; both start at 0."""
+    """The number of an accumulation window, and the number of the pass over this window. Both count from 0."""
 
     window: int
     m_step: int
@@ -51,7 +51,7 @@ class MicroBatch:
     samples: tuple[Sample, ...]
     prompts: tuple[EncodedPrompt, ...]
     epoch: int
-    micro_batch: int  # number of the micro-batch within the epoch
+    micro_batch: int  # number of the micro-batch in its epoch
     first_req_idx: int  # index of the first sample among all ranks' samples of the micro-step
     ends_epoch: bool
     window_step: WindowStep | None = None  # None: accumulation windows are not repeated in this run
@@ -72,7 +72,7 @@ class Shortfall(NamedTuple):
 
 
 class Upcoming(NamedTuple):
-    """A micro-batch before its prompts are encoded. Its fields are as in `MicroBatch`."""
+    """A micro-batch before its prompts are encoded. It has fields of `MicroBatch`."""
 
     samples: tuple[Sample, ...]
     first_req_idx: int
@@ -113,8 +113,9 @@ class Batches(Iterator[MicroBatch]):
         self._sampler = sampler_of(len(samples), config=config, plan=plan, rank=rank)
         self._pool = encoder_pool(config, encoder, samples_per_micro_batch=plan.per_device_train_batch_size)
         self._first = 0  # all micro-batches before this one were handed out
-        self._taken: set[int] = set()  # positions after `_first` that were handed out
-        self._seen: dict[int, _SeenShare] = {}  # this rank's parts of micro-batches not handed out yet, by position
+        self._taken: set[int] = set()  # positions after `_first` whose micro-batches were handed out
+        # This rank's parts of micro-batches that are not handed out yet, by position.
+        self._seen: dict[int, _SeenShare] = {}
         self._ahead: dict[int, list[EncodingJob]] = {}
 
     @property
@@ -149,8 +150,8 @@ class Batches(Iterator[MicroBatch]):
         return self.take(next(self._coming()))
 
     def take(self, position: int, *, then: Iterable[int] | None = None) -> MicroBatch:
-        """Return the micro-batch at `position`, which was not handed out before. `then` gives the positions that are
-        probably asked for next; they are encoded in advance. None: the positions that follow in order."""
+        """Return the micro-batch at `position`, which was not handed out before. `then`: positions that are probably
+        taken next, and are encoded in advance; None: the positions that follow in order."""
         assert position in self.left(position // self.per_epoch), f"micro-batch {position} was handed out"
         self._prefetch(position, self._coming() if then is None else then)
         share, samples = self._share(position)
@@ -191,8 +192,8 @@ class Batches(Iterator[MicroBatch]):
         return found
 
     def state(self) -> dict[str, object]:
-        """Return the position in the data, as JSON: the first micro-batch that was not handed out (`position`), later
-        ones that were (`taken`), and values that identify the data."""
+        """Return the position in the data, as JSON. `position`: the first micro-batch that was not handed out. `taken`:
+        later micro-batches that were handed out. Other values identify the data."""
         return {"position": self._first, "taken": sorted(self._taken), **self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -273,8 +274,8 @@ class Batches(Iterator[MicroBatch]):
 
 
 class ShareReader:
-    """Reads this rank's samples of the micro-batches that `Batches` reads too, a part of a micro-batch at a time, for
-    the thread that makes rollouts. `close` closes `pool`. `augmented` is as in `Batches`."""
+    """Reads this rank's samples for the thread that makes rollouts, a part of a micro-batch at a time. `Batches` has
+    the same micro-batches. `close` closes `pool`. `augmented` alters the samples, as in `Batches`."""
 
     def __init__(
         self,
@@ -407,8 +408,8 @@ class WindowRepeater(Iterator[MicroBatch]):
         return {**self._start, **self._next._asdict()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with the passes over the window that are left. At least one is made, even if `m_steps` is smaller
-        now.
+        """Continue with the passes over the window that are left. At least one pass is made, even if `m_steps` is
+        smaller now.
 
         Raises CheckpointError if `state` is of other data.
         """

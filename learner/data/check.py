@@ -1,8 +1,8 @@
-"""Checks annotations for `--check`, as far as it is possible without a tokenizer or a model.
+"""Checks annotations for `--check`, without a tokenizer or a model.
 
 In: a configuration. Out: how many samples a split has, how many records are dropped or clipped, and every record that
-cannot be used. Headers of images are read, URLs are not fetched. Checks that need the tokenizer (whether a description
-survives it, how long a sample is) are made before the first step. Imports neither torch nor transformers.
+cannot be used. Headers of images are read, URLs are not fetched. Checks that need the tokenizer (the length of a
+sample, whether a description stays the same) are made before the first step. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CheckedSplit:
     num_samples: int = 0
     dropped: dict[str, dict[str, int]] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
-    split: Split | None = None  # the readable part of the split
+    split: Split | None = None  # the samples that could be read
 
 
 def splits(config: RunConfig) -> dict[str, str]:
@@ -105,7 +105,7 @@ def _not_augmentable(samples: Sequence[Sample]) -> list[Mistake]:
 
 
 def load_unchecked(config: RunConfig, path: str, *, limit: int | None = None) -> list[Sample]:
-    """Return the samples of a file that is read as `data.train`, at most `limit`, without the checks that need a
-    tokenizer. Raises DataError, which lists every record that cannot be used."""
+    """Return at most `limit` samples of a file that is read as `data.train`, without the checks that need a tokenizer.
+    Raises DataError, which lists every record that cannot be used."""
     geometry, reader = config.task.geometry, reader_of(config)
     return load_split(config.data, path, checks_of(config), geometry=geometry, reader=reader, limit=limit).samples

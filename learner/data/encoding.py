@@ -66,7 +66,7 @@ class _LocalJob:
 
 
 class LocalPool:
-    """Encodes a job when its result is asked for."""
+    """Encodes a job when `result` is called."""
 
     lookahead = 0
     job_size = 1_000_000
@@ -83,7 +83,7 @@ class LocalPool:
 
 # ---- in worker processes -------------------------------------------------------------------------------------------
 
-JOBS_PER_WORKER = 3  # one job runs and two wait, so that no worker is idle while the learner computes
+JOBS_PER_WORKER = 3  # one runs and two wait, so that no worker is idle while the learner computes
 MAX_JOB_SIZE = 16
 END_TIMEOUT_S = 5.0
 _STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
@@ -91,7 +91,7 @@ _STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A job's prompts as a worker sends them: the vision inputs of all samples are concatenated."""
+    """A job's prompts in the form in which a worker sends them: the vision inputs of all samples are concatenated."""
 
     token_ids: list[tuple[int, ...]]
     num_images: list[int | None]  # number of images of each prompt; None: no vision inputs
@@ -182,7 +182,8 @@ _worker_encoder: Encoder | None = None  # set once in each worker process, when 
 def _start_worker(encoder: Encoder) -> None:
     """Set up a worker process. The process ends when the learner closes it, or when the learner is gone."""
     global _worker_encoder
-    # Stop signals reach the whole process group, but a learner that shall stop still needs prompts to finish its step.
+    # Workers ignore stop signals, which reach the whole process group: a learner that shall stop still needs prompts
+    # for its last step.
     for signum in _STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -2,7 +2,7 @@
 samples are checked before the first step.
 
 In: samples. Out, from `RowLimit`: the length of a sample that is too long, or None. Out, from `carry_overflow`: the
-number of micro-steps after which the packing buffer is bound to overflow, or None.
+number of micro-steps after which the packing buffer must overflow, or None.
 
 A step learns at most `max_new_tokens` tokens of the model's own answer, with at most all objects of the sample
 appended. So a sample's longest sequence is its prompt, `max_new_tokens` tokens, and all its objects. No pixels are
@@ -70,7 +70,7 @@ def _are_detected(objects: Iterable[object]) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overflow:
-    """The case that more segments wait for a row than a rank may carry over to the next micro-step."""
+    """An overflow: more segments wait for a row than a rank may carry over to the next micro-step."""
 
     micro_steps: int  # the overflow happens after this many micro-steps, or earlier
     carried: int  # at least this many segments then wait on some rank
@@ -79,10 +79,10 @@ class Overflow:
 def carry_overflow(
     fewest: Sequence[int], sampler: DistributedSampler, *, row_tokens: int, micro_steps: int, most_carried: int
 ) -> Overflow | None:
-    """Return the overflow that is bound to happen if each rank learns one row per micro-step (D6); None if the buffer
-    need not overflow. `fewest[i]` is a lower bound of the tokens of sample i. The check is made after 1, 2, 4, ...
-    micro-steps and at the run's end. It assumes that the rows of all ranks hold the shortest segments, and are filled
-    to the last token.
+    """Return the overflow that must happen if each rank learns one row per micro-step (D6); None if the buffer need not
+    overflow. `fewest[i]` is a lower bound of the tokens of sample i. The check is made after 1, 2, 4, ... micro-steps
+    and at the run's end. It assumes that the rows of all ranks hold the shortest segments, and are filled to the last
+    token.
     """
     lengths = np.asarray(fewest)
     points = [*(1 << i for i in range(micro_steps.bit_length()) if 1 << i < micro_steps), micro_steps]

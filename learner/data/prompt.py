@@ -1,4 +1,4 @@
-"""Encodes a sample's prompt as the model reads it, and checks that an engine has read the same prompt (R03, R45).
+"""Encodes the prompt of a sample for the model, and checks that an engine has read the same prompt (R03, R45).
 
 In: a `Sample`, whose images are strings (`shared/images.py`). Out: an `EncodedPrompt`: pixels, and token ids with image
 placeholders expanded. Chat template and processor come from the checkpoint, so the ids equal the server's.
@@ -94,7 +94,7 @@ class PromptEncoder:
         text = len(self._token_ids(self._text(sample)))  # each image is one placeholder
         if count is None or not sample.images:
             return text
-        one = len(sample.images) == 1  # the size of a single image was checked when the data was read
+        one = len(sample.images) == 1  # the size of a single image was checked when the annotations were read
         sizes = [(sample.width, sample.height)] if one else [self.images.size(image) for image in sample.images]
         with _shape_errors(sample, sizes):
             # transformers takes the height first.

@@ -1,10 +1,10 @@
 """Turns records of annotation files into `Sample`s, or counts them as bad (R12, R41).
 
-In: a `RawRecord`, which every reader yields: images as strings, objects in pixels of the upright image. Out: a `Sample`
-with absolute image paths, and objects in bins and canonical order. Only the headers of images are read.
+In: a `RawRecord` of a reader, with images as strings and objects in pixels of the upright image. Out: a `Sample` with
+absolute image paths, and objects in bins and canonical order. Only the headers of images are read.
 
-Nothing is skipped silently. A bad record has one of the kinds below, and `data.on_bad_record` says what happens to it.
-`BadRecords` keeps the first errors and counts all of them, so that a user sees all mistakes of a file at once.
+Nothing is skipped silently. A bad record has one of the kinds below. `data.on_bad_record` decides what happens to each
+kind. `BadRecords` keeps the first errors and counts all of them, so that a user sees all mistakes of a file at once.
 
     no_area          an object without area, in pixels or after rounding to bins
     outside_image    an object that reaches more than a pixel out of its image
@@ -16,7 +16,7 @@ Nothing is skipped silently. A bad record has one of the kinds below, and `data.
     too_long         prompt, labels and the longest rollout do not fit a packed row
     malformed        everything else (not JSON, a field missing, an id twice): always an error
 
-Some records may be right or wrong. They are used, and counted in the same way:
+Records of the following kinds may be right or wrong. They are used, and counted in the same way:
 
     unlabelled       an image without a label file (YOLO), which becomes a scene without objects
     orphan_label     a label file without an image (YOLO)
@@ -66,8 +66,8 @@ _DONE = {"drop": "left out", "clip": "cut", "keep": "kept"}
 
 @dataclass
 class BadRecords:
-    """Collects the bad records of one annotation file and applies `policy` to them. `reach` counts how well the boxes
-    fit the photographs."""
+    """Collects the bad records of one annotation file and applies `policy` to them. `reach` counts how many boxes fit
+    their photographs."""
 
     policy: Mapping[BadKind, BadAction]
     reach: Reach = field(default_factory=Reach)
@@ -77,8 +77,8 @@ class BadRecords:
     examples: dict[tuple[str, str], str] = field(default_factory=dict)  # (kind, action) -> text about the first record
 
     def meet(self, kind: Kind, error: DataError, *, can_be_cut: bool = True) -> BadAction:
-        """Count a bad record, and return the action for it. After the action `error` the caller continues as after
-        `drop`. With `clip`, a record that cannot be cut is dropped."""
+        """Count a bad record, and return the action for it. After the action `error` the caller continues in the same
+        way as after `drop`. With `clip`, a record that cannot be cut is dropped."""
         action = self._action(kind)
         if action == "clip" and not can_be_cut:
             action = "drop"
@@ -161,8 +161,8 @@ class Validates(Protocol):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenImages:
     """A record's images. `sources` are strings that any process can open. `sizes` are the upright images' sizes; None
-    for a URL, which is not fetched. `error` is the error of the first image that cannot be read. `found` has the
-    written name and the file of each image that is not where its record says."""
+    for a URL, which is not fetched. `error` is the error of the first image that cannot be read. `found` has (the name
+    in the record, the file) for each image that is not at its record's path."""
 
     sources: tuple[str, ...] = ()
     sizes: tuple[tuple[int, int] | None, ...] = ()
@@ -417,7 +417,7 @@ class SampleMaker:
             bins = tuple((NUM_BINS - 1) * share for share in shares)
         if bins and has_area(obj.kind, bins):
             return DetectionObject(desc=obj.desc or "", kind=obj.kind, bins=bins, image=image)  # type: ignore[arg-type]
-        # A box that lies wholly outside was counted above.
+        # Boxes that lie wholly outside were counted above.
         if not obj.ignored and coords:
             self._no_area(obj, f"an area above 0 after rounding to a thousandth of {size[0]} x {size[1]} pixels")
         return None
@@ -497,8 +497,8 @@ def has_area(kind: GeometryKind, coords: Sequence[float]) -> bool:
 
 
 def within(kind: GeometryKind, coords: Sequence[float], bounds: Rect) -> list[float]:
-    """Return the part inside `bounds`; [] if nothing is inside. If a polygon falls into parts, the largest is
-    returned."""
+    """Return the part inside `bounds`; [] if nothing is inside. If a polygon has several parts inside, return the
+    largest one."""
     cut = [min(max(value, float(bounds[i % 2])), float(bounds[2 + i % 2])) for i, value in enumerate(coords)]
     if kind == "bbox_2d" or cut == list(coords):
         return cut if encloses_something(kind, cut) else []

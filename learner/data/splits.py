@@ -1,8 +1,8 @@
 """Reads annotations of any format into samples, and checks all of them before training begins (R12, R41).
 
 In: `data` of the configuration, and the path of a split. Out: its samples, and counts of dropped and clipped records.
-Only annotations are held in memory (some 2 kB a sample). Of images only the header is read here; the pixels are read
-when a prompt is encoded. `learner.data.formats` has a reader for each format.
+Only annotations are held in memory (some 2 kB a sample). Only the headers of images are read here; their pixels are
+read when a prompt is encoded. `learner.data.formats` has a reader for each format.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def load_samples(
     geometry: GeometryKind = "bbox_2d",
     reader: Reader | None = None,
 ) -> list[Sample]:
-    """Read annotations as `load_split` does, and return only the samples."""
+    """Read annotations with `load_split`, and return only the samples."""
     return load_split(data, path, task, geometry=geometry, reader=reader).samples
 
 
@@ -66,8 +66,8 @@ def load_split(
     reader: Reader | None = None,
     limit: int | None = None,
 ) -> Split:
-    """Read every sample of the annotations at `path`, in the file's order, at most `limit`. For `data.train` add the
-    tiles of each sample after it (`data.tile`).
+    """Read the samples of the annotations at `path`, at most `limit`, in the file's order. For `data.train` each sample
+    is followed by its tiles (`data.tile`).
 
     `too_long` returns the length of a sample that does not fit a row, as text. `reader` is the user's own. Dropped and
     clipped records are logged. Raises DataError, which lists all records that can't be used, with file and line or id.
@@ -92,7 +92,7 @@ def read_split(
     reader: Reader | None = None,
     limit: int | None = None,
 ) -> Split:
-    """Read as `load_split` does, but return all errors in `bad`. Raises DataError only if the annotations are empty or
+    """Read like `load_split`, but return all errors in `bad`. Raises DataError only if the annotations are empty or
     unreadable."""
     bad = BadRecords(data.bad_records)
     whole, part = part_of(path)
@@ -196,7 +196,7 @@ def _looked_at(records: Iterable[Record], images: Images, root: Path) -> Iterato
         while window := list(islice(left, _AHEAD)):
             if time.monotonic() - told_s > _TELL_S:
                 told_s = time.monotonic()
-                # Progress is told, because 100,000 photographs take minutes.
+                # Progress is logged, because reading 100,000 photographs takes minutes.
                 log.info(
                     "%s: %d records read", window[0].place.file if isinstance(window[0], RawRecord) else root, number
                 )

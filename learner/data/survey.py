@@ -1,7 +1,7 @@
 """Describes a split for people: classes, boxes, sizes, probable mistakes, and photographs that two splits share.
 
-In: the samples of `read_split`. Out: a `Survey`, and lines of text. Only `shared_images` reads image files: the first
-64 kB of each file whose length occurs in two splits.
+In: the samples of `read_split`. Out: a `Survey`, and lines of text. Only `shared_images` reads image files. It reads
+the first 64 kB of each file whose length occurs in two splits.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _HEAD_BYTES = 1 << 16
 _MAX_NAMED = 12
 _SMALL_SIDE_PX = 12.0  # a smaller box covers at most a few patches of the model's encoder
 _RARE = 5  # min boxes of a class; a class with fewer is reported
-# Min photographs to evaluate on; with fewer there is a warning. 200 scenes leave an interval of 0.03 around F1
-# (README.md), so 20 leave about 0.1, which is as much as training gains.
+# Min photographs to evaluate on; with fewer there is a warning. With 200 scenes the interval around F1 is 0.03
+# (README.md), so with 20 it is about 0.1, which is as much as training gains.
 LEAST_HELD_OUT = 20
 _MISPLACED = ("no_area", "outside_image")
-# Measured with a wrong unit: 464 of 513 boxes were misplaced (YOLO labels in pixels), and 358 of 476 (COCO boxes given
-# as corners).
+# Boxes that were read in a wrong unit: 464 of 513 YOLO labels in pixels were misplaced, and 358 of 476 COCO boxes given
+# as corners.
 _MOST_MISPLACED = 0.25  # share of misplaced boxes; above it the unit is probably wrong
 
 
@@ -46,13 +46,13 @@ class Survey:
     num_unplaced: int  # samples whose prompt has no `<image>`
     asked_again: Sequence[str]  # photographs of samples that repeat an earlier sample's question, with other objects
     classes: Mapping[str, int]
-    boxes_per_image: tuple[int, float, int]  # fewest, median, most
+    boxes_per_image: tuple[int, float, int]  # the fewest boxes of an image, the median, and the most
     sizes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
     smallest_side_px: float  # median of the boxes' shorter sides, in pixels
     told: Sequence[str]  # a line for each kind of bad record and action
     num_misplaced: int  # boxes that were cut or left out because they have no area or lie outside
     num_left_out: int  # misplaced boxes that were left out
-    hint: str  # names a unit that fits the boxes' numbers better; empty if none does
+    hint: str  # names a unit that fits the boxes' numbers better; empty if there is no such unit
     num_errors: int
 
     @property

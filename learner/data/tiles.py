@@ -1,14 +1,14 @@
 """Computes where the tiles of large photographs lie, and makes training samples of them (`data.tile`).
 
 `predict --tile` asks the model about the whole photograph and about its tiles, so a run learns both. A tile is a `View`
-of its photograph, like an augmented picture. At its border the rule of augmented pictures holds: an object with at
-least 35% of its area in the tile is a label, cut at the border. For any other object, the part in the tile is an ignore
-region. Tiles overlap by a quarter of a side. So an object that one tile cuts is whole in the next tile, if the object
-is smaller than the overlap. No function has side effects.
+of its photograph, like an augmented picture. Objects at its border are treated as in augmented pictures: an object with
+at least 35% of its area in the tile is a label, cut at the border. For any other object, the part in the tile is an
+ignore region. Tiles overlap by a quarter of a side. So an object that one tile cuts is whole in the next tile, if the
+object is smaller than the overlap. No function has side effects.
 
-A tile has the shape of its photograph, because a model reads shapes worst that it has not learned. Of a model that had
-learned blood cells in photographs of 640 x 480 pixels, 0.87 of the boxes in tiles of 400 x 300 were right, and 0.36 in
-tiles of 400 x 400.
+A tile has the shape of its photograph, because a model reads shapes worst that it has not learned. A model had learned
+blood cells in photographs of 640 x 480 pixels. In tiles of 400 x 300, 0.87 of its boxes were right, in tiles of 400 x
+400 only 0.36.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from learner.data.raw import rounded
 from learner.records import Sample, View
 
 OVERLAP = 0.25  # share of a side that neighbouring tiles have in common
-_LONGEST = 2.0  # a tile is at most so many times as long as wide: thin ones would be many, and cut most objects
+# A tile is at most so many times as long as it is wide. Thinner tiles would be many, and would cut most objects.
+_LONGEST = 2.0
 
 
 class Tile(NamedTuple):

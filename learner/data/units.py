@@ -1,7 +1,7 @@
 """Converts boxes to pixels from the unit of their numbers, and finds the unit that fits a split's boxes (D23).
 
-A `Reach` gets the objects one by one, with the numbers in the file. Its `hint` names another unit if that unit fits
-much better. A single box would prove little, so all boxes of a split decide.
+A `Reach` gets the objects of a split one by one, with the numbers in the file. Its `hint` names another unit if that
+unit fits much better. A single box proves little, so all boxes of a split decide.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from learner.records import Size, Unit
 _PER_SIDE: dict[Unit, float] = {"shares": 1.0, "percent": 100.0, "thousandths": 1000.0}
 _ALL = 0.98  # min share of boxes inside their photographs if the unit is right
 _FEW = 0.9  # min share of boxes inside their photographs; if it is smaller, the unit or many boxes are wrong
-_FAR, _NEAR = 0.75, 0.55  # boxes reach at least `_FAR` of a side in the right unit, and at most `_NEAR` in a wrong one
-_LEAST, _MANY = 3, 20  # min number of boxes for a hint: if the other unit fits far better; if it only fits better
-_ALL_OF, _EVERY = 20_000, 16  # the first 20,000 boxes are all counted; of the later boxes, every 16th
+# In the right unit, boxes reach at least to the fraction `_FAR` of a side. In a wrong unit they reach at most to
+# `_NEAR`.
+_FAR, _NEAR = 0.75, 0.55
+# Min number of boxes for a hint: `_LEAST` if the other unit fits far better, `_MANY` if it only fits better.
+_LEAST, _MANY = 3, 20
+_ALL_OF, _EVERY = 20_000, 16  # the first 20,000 boxes are all counted, of later boxes only every 16th
 _LARGE = 1_000_000  # pixels; a photograph with fewer is rarely a shrunk copy
-_TOLERANCE = 1.005  # factor by which a rounded coordinate or area may exceed its limit (the image's side, the max area)
+# Factor by which a rounded coordinate may exceed the image's side, or a rounded area the max area.
+_TOLERANCE = 1.005
 # Sides that labelling tools shrink photographs to, and `max_pixels` of Qwen-VL's processors.
 _SQUARES = (320, 416, 512, 640, 800)
 _LIMITS = tuple(number * 28 * 28 for number in (256, 512, 768, 1024, 1280, 2048, 3072, 4096, 8192, 12288, 16384))
@@ -78,7 +82,7 @@ def to_pixels(coords: Sequence[float], sides: tuple[float, float], size: tuple[f
 @dataclass(slots=True)
 class _Fit:
     """How well a coordinate unit fits the boxes. `inside`: number of boxes inside their photographs. `across` and
-    `along`: the largest x and the largest y; divided by `side` they are shares of the photograph's sides."""
+    `along`: the largest x and the largest y, as fractions of the photograph's width and height."""
 
     side: float = 1.0
     inside: int = 0
@@ -163,7 +167,8 @@ class Reach:
             self.largest = size
 
     def better(self) -> tuple[Unit, _Fit] | None:
-        """Return the unit that fits much better than the unit in use; None if there is none. Shares are tried first."""
+        """Return the unit that fits much better than the unit in use; None if there is none. Units that are fractions
+        of a side are tried first."""
         # Small units come first, because their numbers fit the larger units too.
         units: tuple[Unit, ...] = (*_PER_SIDE, "pixels")
         others = ((unit, self.fits[unit]) for unit in units if {unit} != self.units)

@@ -6,8 +6,8 @@ after a step, at most every WRITE_EVERY_S.
 
 A target begins with the answer's first tokens (the prefix), and goes on with tokens that the answer should have had
 (the tail). Each token of the answer has one kind: `kept` (in the prefix), `matched` (in the prefix, and a label is
-learned there), `dropped` (with a reason), or `cut` (after the prefix). The tail's tokens follow: `appended`, or
-`unlearned` if they have no loss.
+learned there), `dropped` (with a reason), or `cut` (after the prefix). Then the tokens of the tail follow. Their kind
+is `appended`, or `unlearned` if they have no loss.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from learner.tasks.tokens import TokenPieces, pieces_of
 NAME = "answers.json"
 NEWEST = 6  # number of answers in the file
 WRITE_EVERY_S = 2.0  # min seconds between two writes of the file
-MAX_TOKENS = 1500  # max tokens of an answer that are written, and max tokens of its tail
-Token = list[str]  # (text, kind, note): the note is the label that is learned instead, or why the token was dropped
+MAX_TOKENS = 1500  # max written tokens of an answer, and max written tokens of its tail
+# (text, kind, note). The note is the label that is learned instead of the token, or the reason why the token was
+# dropped.
+Token = list[str]
 
 
 class AnswersLog:

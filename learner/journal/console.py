@@ -72,8 +72,8 @@ class Console:
             self._progress.update(self._bar, completed=done, total=total, far=far.strip())
 
     def _far(self, step: int) -> tuple[str, float, float]:
-        """Return three values: the run's progress as text, how much is done, and the total. The numbers are steps, or
-        minutes if `max_minutes` will end the run."""
+        """Return the run's progress: as text, what is done, and the total. The two numbers are steps, or minutes if
+        `max_minutes` will end the run."""
         seconds, steps = self._clock() - self._begun_s, self._total_steps
         done, limit = step - self._begun_step, self._max_minutes
         if limit is not None and ends_by_time(
@@ -97,7 +97,7 @@ class Console:
         usual = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "parse_rate", "duplicate_rate", "reward")
         shown = [name for name in usual if name in metrics] if "f1@0.5" in metrics else list(metrics)[:6]
         texts = [f"{name} {metrics[name]:.3f}" for name in shown]
-        if ESTIMATED in metrics:  # if labels have gaps, this is the score that is compared, so it comes first
+        if ESTIMATED in metrics:  # if labels have gaps, runs are compared by this score, so it comes first
             low, high = (metrics[ESTIMATED.replace("@", f"_{end}@")] for end in ("low", "high"))
             texts.insert(0, f"{ESTIMATED} {metrics[ESTIMATED]:.3f} ({low:.3f} to {high:.3f})")
         self.note(f"{name} at step {global_step}: " + "  ".join(texts))

@@ -4,10 +4,10 @@
 strings. Out: one JSON object per line in `metrics.jsonl`, and scalars in the trackers (`trackers.py`). Only rank 0
 writes. Each line is flushed at once, so a killed run loses no event.
 
-`Timeline` collects what every rank and server did at what time, and the report draws it. In: the phases of learning,
-and each rollout call when it has ended. Out: one `timeline` event per optimizer step, with the spans of all ranks. A
-span (one activity, with begin and end) belongs to the step in which it ended, even if it began many steps earlier.
-Times are Unix seconds of each rank's clock. `phase` and `call` may be called from any thread.
+`Timeline` collects what every rank and server did at what time, for a drawing in the report. In: the phases of
+learning, and each rollout call when it has ended. Out: one `timeline` event per optimizer step, with the spans of all
+ranks. A span (one activity, with begin and end) belongs to the step in which it ended, even if it began many steps
+earlier. Times are Unix seconds of each rank's clock. `phase` and `call` may be called from any thread.
 
 `log_to_file` and `point_latest`. In: the run directory and this process's rank. Out: `learner_rank{r}.log`, with
 everything that libraries would print to the console, and the link `latest` beside the run directory.
@@ -170,7 +170,7 @@ class PhaseClock:
         return seconds
 
 
-SAME_S = 1e-3  # two spans of one lane and name become one if fewer seconds lie between them
+SAME_S = 1e-3  # two spans of one lane and name become one if at most this many seconds lie between them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +210,8 @@ class Timeline:
             self._add(Span(lane=call.base_url, name=name, begin_s=begin, end_s=end))
 
     def server(self, base_url: str, *, serves: bool, is_member: bool) -> None:
-        """Note that from now on a server `serves` or does not. While a member does not serve, it has a span `out`."""
+        """Note that from now on a server `serves`, or does not serve. While a member does not serve, it has a span
+        `out`."""
         now_s = time.time()
         began_s = self._out.pop(base_url, None)
         if began_s is not None:
@@ -220,8 +221,8 @@ class Timeline:
 
     def event(self, ranks: Ranks, global_step: int) -> Mapping[str, object]:
         """Return the fields of the step's `timeline` event, with all ranks' spans since the last event. Each span is
-        [lane, name, begin, end], in seconds after `origin`: the Unix time of the last event. `seconds` have passed
-        since then. Collective."""
+        [lane, name, begin, end], in seconds after `origin`: the Unix time of the last event. `seconds`: time since that
+        event. Collective."""
         # A span is written when it ends. So open spans are ended here and begun anew, and each step shows its part of
         # the time that a server was out.
         for base_url in tuple(self._out):

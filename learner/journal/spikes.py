@@ -19,9 +19,9 @@ from learner.data.views import shown_images, shown_sizes
 from learner.records import DetectionObject, LearnedRow, Sample, StepResult
 from learner.tasks.detection.task import object_json
 
-# Tested in a run of 40 steps, one of which had a sample with wrong labels: with these values only that step was
-# reported.
-WINDOW, FEWEST = 40, 8  # max and min number of earlier steps with which a step is compared; with fewer it is no spike
+# With these values, only the right step was reported in a run of 40 steps, one of which had a sample with wrong labels.
+# Max and min number of earlier steps with which a step is compared. With fewer earlier steps there are no spikes.
+WINDOW, FEWEST = 40, 8
 DISTANCE = 8.0  # a spike is above the median by so many times the median distance from it (5.4 sigma of a Gaussian)
 FACTOR = 1.5  # a spike is also above the median times this factor
 MAX_SAMPLES = 8  # max samples that are written for a spike
@@ -63,7 +63,7 @@ def spiking_samples(rows: Sequence[LearnedRow], samples: Sequence[Sample]) -> li
     """Return at most MAX_SAMPLES samples of the step's `rows` as JSON, beginning with the rows of the highest loss. A
     sample that is in `samples` has its images and labels too."""
     ordered = sorted(rows, key=lambda row: -row.loss)
-    # A sample in several rows gets the loss of the last of these entries, which is the highest.
+    # If a sample is in several rows, the last entry wins, which has the highest loss.
     losses = {sample_id: row.loss for row in reversed(ordered) for sample_id in row.sample_ids}
     chosen = dict.fromkeys(sample_id for row in ordered for sample_id in row.sample_ids)
     ids = list(chosen)[:MAX_SAMPLES]

@@ -7,8 +7,8 @@ depend on trackers.
 Invariants: a tracker never ends a run, and never makes it wait. Each tracker has a thread and a bounded queue, so a
 call here takes microseconds, however slow the network and the disk are. If the queue is full, the call is dropped and
 counted. A tracker's first failure is logged as a warning. After MAX_FAILURES failures in a row the tracker gets no more
-calls. Further calls are only counted. `close` waits at most CLOSE_S for all trackers together, and returns how many
-calls each tracker did not get.
+calls; they are only counted. `close` waits at most CLOSE_S for all trackers together, and returns how many calls each
+tracker did not get.
 
 A resumed run continues the same run in wandb and MLflow. `trackers.json` has the ids of these runs.
 """
@@ -57,7 +57,8 @@ class Tracker(Protocol):
         ...
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Store numbers of one optimizer step, named as `step/loss`. All numbers are finite."""
+        """Store the numbers of one optimizer step. The keys of `values` are names such as `step/loss`. All numbers are
+        finite."""
         ...
 
     def pictures(self, pictures: Sequence[tuple[str, Image]], step: int) -> None:
@@ -139,7 +140,7 @@ class Wandb(Tracker):
 
     def begin(self, config: Mapping[str, object]) -> None:
         self._run.config.update(dict(config), allow_val_change=True)
-        # wandb's own step cannot go back, as it does in a resumed run.
+        # A resumed run goes back to an earlier step, which wandb's own step cannot do.
         self._run.define_metric("*", step_metric=STEP)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
@@ -211,7 +212,8 @@ class MLflow(Tracker):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerKind:
-    """A kind of tracker: how to make one, the module that it imports, and the command that installs the module."""
+    """A kind of tracker: the function that makes one, the module that it imports, and the command that installs the
+    module."""
 
     make: Callable[[TrackerPlace], Tracker]
     module: str
@@ -255,7 +257,8 @@ class _Thread:
 
     def __init__(self, name: str, make: Callable[[], Tracker], tell: Callable[[str], None]) -> None:
         self.name = name
-        self.failed = self.dropped = 0  # numbers of calls
+        # Numbers of calls that failed, and that were dropped because the queue was full.
+        self.failed = self.dropped = 0
         self._make, self._tell = make, tell
         self._failures_in_row = 0
         self._queue: queue.Queue[Call | None] = queue.Queue(MAX_WAITING)
@@ -362,7 +365,7 @@ class Trackers:
                     thread.put(lambda tracker: tracker.artifact(once()))
         for thread in self._threads:
             thread.finish()
-        # All were asked to end before the wait, so they share one deadline.
+        # All trackers were asked to end before the wait, so they share one deadline.
         deadline = time.monotonic() + self.timeout_s
         counts = {}
         for thread in self._threads:

@@ -65,7 +65,7 @@ def label(folder: Path, out: Path, model: Path, classes: Sequence[str], asked: A
 def _predicted(
     model: ModelFiles, photographs: Sequence[Path], folder: Path, classes: Sequence[str], asked: AnswerSettings
 ) -> list[tuple[Prediction, list[Suggestion]]]:
-    """Return the model's boxes in each photograph that can be read, and the same boxes as suggestions."""
+    """Return the model's boxes in each photograph that can be read: as a prediction, and as suggestions."""
     line = {
         place: InputImage(id=place + 1, source=str(file.absolute()), name=str(file.relative_to(folder)))
         for place, file in enumerate(photographs)

@@ -70,14 +70,15 @@ from shared.processes import (
     without_working_directory,
 )
 
-# Max share of the recipe's minutes for sft, if grpo may follow. Usually sft ends much earlier, because its score stops
-# rising. While the score rises, sft learns faster than grpo would: on photographs one step of grpo took 60% of five
-# minutes.
+# Max fraction of the recipe's minutes for sft, if grpo may follow. Usually sft ends much earlier, because its score
+# stops rising. While the score rises, sft learns faster than grpo would: on photographs one step of grpo took 60% of
+# five minutes.
 SFT_SHARE = 0.8
 # If boxes are loose (F1 is much lower at high IoU), rollout matching may take this share of the minutes left after sft.
 # The rest is for `grpo` with the boxes' IoU as reward.
 MATCHING_SHARE = 0.6
-LEAST_SHARE = 0.1  # a stage after `sft` is begun only if at least this share of the recipe's minutes is left
+# A stage after `sft` begins only if at least this fraction of the recipe's minutes is left.
+LEAST_SHARE = 0.1
 WHY_GRPO = "labels had gaps and were completed: what is left cannot be counted by them, so validation decides"
 FROM_START = ". It begins with the weights of the start, which have not learned the wrong ones among them"
 FROM_SFT = ". It begins with the weights of sft, which complete them again: the start was much worse"
@@ -269,8 +270,8 @@ class Recipe:
         return self._run(SFT, sft_stage(self.config, world_size=self.nproc, minutes=left_s / 60), WHY_SFT, earlier_s)
 
     def _after_sft(self, sft: StageResult) -> int:
-        """Take the next step after `sft`: run rollout matching (if labels are missing and the start cannot complete
-        them) or `grpo`, let `sft` go on, or decide that the recipe has ended. Returns the exit code of the stage; 0 if
+        """Decide what follows `sft`, and run it: rollout matching (if labels are missing and the start cannot complete
+        them), `grpo`, more of `sft`, or nothing, because the recipe has ended. Returns the exit code of the stage; 0 if
         none was run."""
         matched = self.record.stage(MATCHING)
         name = MATCHING if matched is None and sft.cannot_complete else GRPO

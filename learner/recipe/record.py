@@ -1,8 +1,8 @@
 """`recipe.json`: the decisions of a recipe so far, and what each stage gained and lost.
 
-The recipe's process writes the whole file again at each decision. If the same command is given again, it goes on from
-this file and the stages' folders. Only stages that have ended are in the file. The report of the recipe's folder shows
-the file's content.
+The recipe's process writes the whole file again at each decision. If the same command is given again, the recipe
+continues from this file and the stages' folders. Only stages that have ended are in the file. The report of the
+recipe's folder shows the file's content.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from shared.reading import json_in, json_of
 # The metrics that are listed as gained or lost.
 SHOWN = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "mean_iou", "f1_any@0.5", "parse_rate", "duplicate_rate")
 LEAST_CHANGE = 0.005  # a metric that changed less is not listed as gained or lost
-START = "start"  # stands for the model that the user's configuration names, where another value would name a stage
+# This value, in place of a stage's name, stands for the model that the user's configuration names.
+START = "start"
 TIME_UP = "its time was up"
-HEADROOM = "headroom.json"  # file in the folder of the stage `grpo`: what it measured before its first step
-# Boxes are loose if F1@mIoU is below this share of F1@0.5. On blood cells the share is 0.6, and `grpo` with IoU as
-# reward gained 0.02 F1@0.5 after sft. On digits the share is 0.97, and the same `grpo` gained nothing.
+HEADROOM = "headroom.json"  # file in the folder of the stage `grpo`, with its measurements before its first step
+# Boxes are loose if F1@mIoU / F1@0.5 is below this value. On blood cells the ratio is 0.6, and `grpo` with IoU as
+# reward gained 0.02 F1@0.5 after sft. On digits the ratio is 0.97, and the same `grpo` gained nothing.
 LOOSE = 0.8
-# If labels were completed, `grpo` begins with the user's model if its score is at least this share of sft's score. With
-# 60% of labels missing, `grpo` reached 0.83 from the user's model, and 0.80 from sft's weights, which had completed
-# other labels. All shares that were measured are above 0.8.
+# If labels were completed, `grpo` begins with the user's model, if the score of this model is at least this fraction of
+# sft's score. With 60% of labels missing, `grpo` reached 0.83 from the user's model, and 0.80 from sft's weights, which
+# had completed other labels. All measured fractions are above 0.8.
 START_SHARE = 0.75
 
 
@@ -224,8 +225,8 @@ def stage_result(run_dir: Path, *, why: str, seconds: float, patience: int) -> S
 
 
 def _labels(run_dir: Path) -> dict[str, Any]:
-    """Return the fields `labels`, `completed` and `cannot_complete` of a stage's result. The last completion of labels
-    gives the first two, and the estimate of the first completion the third."""
+    """Return the fields `labels`, `completed` and `cannot_complete` of a stage's result. The first two come from the
+    last completion of labels, the third from the estimate of the first completion."""
     files = sorted((run_dir / LABELS).glob("step_*.json"))
     if not files:
         return {"labels": "", "completed": False}

@@ -1,10 +1,10 @@
 """Runs one rank of a stage: `rollout-learner train --stage`, which the recipe starts.
 
-In: the stage's configuration, and the recipe's record in the parent folder of the run. Out: an ordinary run. It takes
-over what earlier stages found: completed labels, and the assumed range of the number of validation objects, if labels
-are missing there. The stage `grpo` first measures its headroom, unless it is decided already that `grpo` is worth its
-time. Headroom is how much better the best of K sampled answers to training samples is than the greedy answer. It writes
-`headroom.json`, and learns nothing if the headroom is too small.
+In: the stage's configuration, and the recipe's record in the parent folder of the run. Out: an ordinary run. The run
+takes over what earlier stages found: completed labels, and, if validation labels are missing, the assumed number of
+validation objects (a range from fewest to most). Headroom is how much better the best of K sampled answers to a
+training sample is than the greedy answer. The stage `grpo` first measures it, unless it is already decided that `grpo`
+is worth its time. It writes `headroom.json`, and learns nothing if the headroom is too small.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def train_stage(config: RunConfig, *, environment: Mapping[str, str]) -> int:
 
 
 def prepare(trainer: Trainer) -> bool:
-    """Prepare a stage. It gets the labels that earlier stages completed. It also gets the range (low, high) that `sft`
-    assumed for the number of validation objects. Return True if the stage shall learn, False if it is `grpo` and would
-    gain too little. Collective. Raises DataError if no validation sample has an object, and CheckpointError if a file
-    of the recipe cannot be read."""
+    """Prepare a stage. It gets the labels that earlier stages completed, and the number of validation objects that
+    `sft` assumed (a range from low to high). Return True if the stage shall learn, False if it is `grpo` and would gain
+    too little. Collective. Raises DataError if no validation sample has an object, and CheckpointError if a file of the
+    recipe cannot be read."""
     ranks, run_dir = trainer.ranks, Path(trainer.config.training.output_dir)
     # Rank 0 reads for all ranks, so that they cannot take different ways.
     (record, *_) = ranks.all_succeed(lambda: read_record(run_dir.parent) if ranks.is_main else None)
@@ -68,8 +68,8 @@ def prepare(trainer: Trainer) -> bool:
         return True
     begins = trainer.config.training.resume_from_checkpoint is None  # a resumed run has its labels from its checkpoint
     if record.from_start and trainer.labels is not None and begins:
-        # The labels are taken that the start (the user's model) completed. The weights of `sft` would complete fewer
-        # labels: they have learned the annotations, and detect objects without a label less often.
+        # The stage uses the labels that the start (the user's model) completed. The weights of `sft` would complete
+        # fewer labels: they have learned the annotations, and detect objects without a label less often.
         trainer.labels.restore(0, sft_dir)
     if record.grpo:
         return True

@@ -34,8 +34,8 @@ PER_FILTER, PER_CLASS = 8, 4
 MAX_CLASSES, MAX_SCENES = 12, 48  # max classes with a filter; max scenes on the page
 # Width of a drawing, height of a tag, width of its letters (all in drawing units); max letters of a tag.
 DRAWING, TAG_HEIGHT, TAG_LETTER, MAX_TAG = 300.0, 14.0, 7.0, 18
-# In pixels. Larger images are reduced to MAX_SIDE. Browsers enlarge an image with no side above SMALL_SIDE without
-# smoothing.
+# In pixels. Larger images are reduced to MAX_SIDE. The page asks browsers not to smooth an image that they enlarge, if
+# its longer side is at most SMALL_SIDE.
 MAX_SIDE, SMALL_SIDE = 720, 256
 MAX_PIXELS = 100_000_000  # an image with more pixels is not shown
 _COLORS: Mapping[Outcome, str] = {

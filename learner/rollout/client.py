@@ -2,8 +2,9 @@
 
 In: request bodies of `shared/wire.py`. Out: the server's replies, or a `ProjectError` that names the server.
 Invariants:
-- every wait has a deadline. An `/infer/` call fails at its deadline even if the server's `/health/` answers (D16);
-- a call is sent again only if the server answered 503 with the error "busy": then it did not execute the call.
+- every wait has a deadline. An `/infer/` call also fails at its deadline if the server's `/health/` still answers
+  (D16);
+- a call is sent again only after a 503 with the error "busy", which means that the server did not execute the call.
   `/update_weights/` and `/init_communicator/` are never sent again. The caller may repeat an `/infer/` call whose
   answer was lost, because the server knows repeated requests by their uuids;
 - the server's own error text reaches the caller.
@@ -56,22 +57,24 @@ T = TypeVar("T")
 log = logging.getLogger("learner.rollout")
 
 HEALTH_TIMEOUT_S = 5.0  # deadline of one call of /health/
-LAST_LOOK_S = 3.0  # deadline of the call of /health/ that follows a late answer; without a reply the server is gone
+# Deadline of the call of /health/ that follows a late answer. Without a reply in this time the server is gone.
+LAST_LOOK_S = 3.0
 POLL_S = 5.0  # seconds between two calls of one server's /health/
 MAX_LOOKS_PER_S = 32.0  # max calls of /health/ per second, to all servers together: each takes 1 ms of CPU
 # If other servers can answer, a server counts as gone when its /health/ has been silent for one of these times:
-BROKEN_S = 2.0  # seconds, after the server broke a connection
+BROKEN_S = 2.0  # after the server broke a connection
 SILENT_S = 30.0  # seconds, if no connection broke
 REPLY_GRACE_S = 10.0  # added to a deadline that the server keeps too, so that the server's error arrives first
 # Uvicorn closes a connection after 5 idle seconds. The client closes it earlier, so that uvicorn never closes it just
 # when a new request is sent.
 KEEPALIVE_S = 2.0
 
-# The bytes of an answer are bounded. For each token the answer has a text, the id twice, and a log-probability.
-MAX_REPLY_BYTES = 64 << 20  # max bytes of a reply; a longer one raises RolloutError. `/infer/` may have more, see below
+# The bytes of an answer are bounded: for each token the answer has a text, the id twice, and a log-probability.
+# Max bytes of a reply; a longer one raises RolloutError. The limit of `/infer/` depends on its max tokens, see below.
+MAX_REPLY_BYTES = 64 << 20
 _ANSWER_BYTES, _TOKEN_BYTES = 4 << 20, 256  # max bytes of an `/infer/` answer without its tokens; max bytes per token
 _MOST_TOKENS = 1 << 17  # max tokens of an answer, if its request sets no limit
-_MOST_BYTES = "most_bytes"  # key in an httpx request's extensions; its value is the max number of bytes of the reply
+_MOST_BYTES = "most_bytes"  # key in the extensions of an httpx request: the max bytes of its reply
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +104,8 @@ class Timeouts:
         )
 
     def patience(self, *, has_others: bool) -> Patience:
-        """Return how long a failing server is waited for. `has_others`: other servers can do its work, so the time is
-        short; otherwise it is `timeout_s`."""
+        """Return how long to wait for a failing server: `timeout_s`, or a short time if `has_others` (other servers can
+        do its work)."""
         if not has_others:
             return Patience(silent_s=self.gone_s, broken_s=self.gone_s, has_others=False)
         silent_s = min(self.gone_s, SILENT_S, self.infer_s or SILENT_S)
@@ -219,7 +222,8 @@ class ServerClient:
         try:
             await self._patiently("/infer/", exchange)
         except ServerBusyError:
-            # The server said "busy" after some answers, in a line of the reply. A line cannot have a Retry-After.
+            # The server said "busy" after some answers. This error is a line of a streamed reply, so there is no
+            # Retry-After header. The wait here is a fixed time, and the caller then sends the other requests again.
             if answers.num_missing < answers.number:
                 await asyncio.sleep(RETRY_AFTER_S)
             raise
@@ -258,12 +262,12 @@ class ServerClient:
         return read_reply(response.content, TypeAdapter(ScoreReply), self.base_url, "/score/")
 
     async def init_communicator(self, call: InitCommunicatorCall, patience: Patience | None = None) -> None:
-        """Returns when the server's workers and the learner have joined the process group. Raises DeadlineError if that
+        """Return when the server's workers and the learner have joined the process group. Raises DeadlineError if that
         takes too long, ServerUnreachableError if `/health/` is silent for longer than `patience` says."""
         await self._send_weights_call("/init_communicator/", call, patience)
 
     async def update_weights(self, call: UpdateWeightsCall, patience: Patience | None = None) -> UpdateWeightsReply:
-        """Returns the reply when all weights have been broadcast and the server has checked them. Raises the errors of
+        """Return the reply when all weights have been broadcast and the server has checked them. Raises the errors of
         `init_communicator`."""
         response = await self._send_weights_call("/update_weights/", call, patience)
         return read_reply(response.content, TypeAdapter(UpdateWeightsReply), self.base_url, "/update_weights/")

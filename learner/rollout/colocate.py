@@ -6,8 +6,8 @@ In: samples of this rank. Out: one rollout per sample, in order, by the weights 
 gather their requests, and each takes the answers to its own requests. A request's seed follows from its index over all
 ranks. If an engine spans several ranks, `generate` is collective: a rank without samples must call it too.
 
-Invariants: the engine itself turns a prompt's images into tokens. So the later comparison of its prompt tokens with the
-learner's compares two independent results. No rollout is made with unchecked weights.
+Invariants: the engine itself turns a prompt's images into tokens. So when its prompt tokens are compared with the
+learner's, two independent results are compared. No rollout is made with unchecked weights.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ColocateBackend(RolloutBackend):
         """Return the window's rollouts (see `RolloutBackend`). Raises SyncError before the first sync, and after a
         failed one."""
         asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
-        # An engine of several ranks needs each of them for every call, also a rank without requests.
+        # An engine of several ranks needs all its ranks for every call, even a rank without requests.
         if not asked.samples and self.engine.tensor_parallel_size == 1:
             return [[] for _ in window]
         record = begin_record(window, global_step=global_step, chunk=self.chunk, ver=self.engine.ver)

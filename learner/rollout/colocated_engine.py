@@ -64,7 +64,8 @@ from shared.sync.loading import CopyMemory, WeightLoad
 from shared.wire import RequestConfig
 
 _PIECE_BYTES = 64 * 2**20  # weights are handed to vLLM in pieces of at least so many bytes
-ROOM = 0.08  # an engine stays awake only if this share of the device's memory is free beside it and training
+# An engine stays awake only if this share of the device's memory is free, beside the engine and training.
+ROOM = 0.08
 SURPLUS = 1.5  # the estimated memory of learning is multiplied by this, until the memory has been measured
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)  # adapter ranks that vLLM accepts
 GRAPHS_ALONE = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # vLLM's settings for CUDA graphs of uncompiled code
@@ -114,8 +115,8 @@ class ColocatedEngine:
         # vLLM measures free memory while it starts, so training's state is away.
         with offload.away(), keeping_random_state(ranks.device), keeping_compiler_variables():
             self._llm = self._start(folder)
-            # Remove shared memory that the engine of a killed run left. Also note this process: the next start removes
-            # what this run may leave.
+            # Remove the shared memory of a killed run's engine. If this process is killed, the next start removes its
+            # shared memory in the same way.
             left = locked_folder("engine-", Path(tempfile.gettempdir()), leave=remove_semaphores)
             note_processes(left, [os.getpid()])
             # The first sleep takes longest, because it allocates memory on the host.
@@ -163,7 +164,7 @@ class ColocatedEngine:
                 if measures:  # waking up frees cached memory of the device, which training will allocate again
                     self._stays_awake = self._has_room(held - torch.cuda.memory_reserved(self._ranks.device))
             elif self._stays_awake and self.tensor_parallel_size > 1:
-                # The engine may have slept on another of its ranks, because each rank measures its own device. vLLM
+                # Each rank measures its own device, so the engine may have slept on some of its ranks only. vLLM
                 # empties the caches of a rank that sleeps. Ranks with different caches would schedule different tokens,
                 # and wait for each other forever.
                 self._reset_caches()
@@ -333,8 +334,8 @@ class ColocatedEngine:
         return self._config.vllm.sleep == "auto" and not self._offload.moves
 
     def _has_room(self, needed_bytes: int = 0) -> bool:
-        """Return True if, beside the engine, the device has `needed_bytes` free, and also the share ROOM of its memory,
-        which larger rows may need."""
+        """Return True if the device, beside the engine, has `needed_bytes` free. In addition the share ROOM of its
+        memory must be free, because larger rows may need it."""
         free, total = torch.cuda.mem_get_info(self._ranks.device)
         return free - needed_bytes >= ROOM * total
 

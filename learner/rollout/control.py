@@ -10,9 +10,10 @@ servers cannot be written to their file, the run goes on.
 
 `Discovery` reads a cluster's list, from a file or a command, in the background, so that no step waits for it. A server
 that is new in the list is added once. A server that was in an earlier list and is missing from two lists in a row is
-removed: this is requested again and again, until the server has left. Servers that were in no list are not touched. If
-the list cannot be read, nothing changes. Servers in the list get the run's token and weights, so trust whoever writes
-it. When the run ends, the process waits for a command that is still running, up to the command's deadline.
+removed. The removal is requested again until the server has left. Servers that were in no list are not touched. If the
+list cannot be read, nothing changes. Servers in the list get the run's token and weights, so only people that you trust
+may write the list. When the run ends, the process waits for a command that is still running, up to the command's
+deadline.
 """
 
 from __future__ import annotations

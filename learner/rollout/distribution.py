@@ -49,10 +49,10 @@ from shared.errors import (
 R = TypeVar("R")
 log = logging.getLogger("learner.rollout")
 
-# A batch has at least a 32nd of the server's quota, if so many requests wait. Quotas up to 32 are refilled by single
-# requests. At least 97% of a larger quota is in use.
+# If enough requests wait, a batch has at least a 32nd of the server's quota. So quotas up to 32 are refilled by single
+# requests, and at least 97% of a larger quota is in use.
 REFILLS = 32
-# These errors are the request's fault: any server would give them.
+# These errors are the request's fault: any server would answer with the same error.
 REQUEST_ERRORS = (RequestError, ConfigError, PromptMismatchError)
 # These errors are the server's fault: sending the request to the same server again would not help. UnauthorizedError is
 # among them: when it counted as the request's fault, a restarted server with a new token ended the run.
@@ -102,8 +102,8 @@ def chunk_size(*, decode_batch_size: int, server_world_sizes: Sequence[int], num
 def distribute(
     num_requests: int, *, rank: int, num_ranks: int, server_world_sizes: Sequence[int], decode_batch_size: int
 ) -> Distribution:
-    """Return one rank's spans and quotas by formula D4 (see the module). A rank may always have one request in flight,
-    even if servers were lost and `chunk_size` would raise.
+    """Return one rank's spans and quotas by formula D4 (see the module). A rank may always have at least one request in
+    flight, even if so many servers were lost that `chunk_size` would raise.
 
     If the quotas have room for all requests, all are sent at once: requests above the quota of their server go to the
     neighbouring servers. With more requests, the requests of a server whose quota is zero go to the next server with a
@@ -138,8 +138,8 @@ def _slots(num_requests: int, rank: int, num_ranks: int, sizes: Sequence[int]) -
 
 
 def _within(owned: Sequence[int], quotas: Sequence[int]) -> tuple[int, ...]:
-    """Return `owned` (requests per server) with no number above its quota. The rest goes to later servers, or else to
-    earlier servers."""
+    """Return `owned` (requests per server), changed so that no number is above its server's quota. Requests above a
+    quota go to later servers, or else to earlier ones."""
     edges = [0, *accumulate(owned)]
     total = edges[-1]
     for i, quota in enumerate(quotas):
@@ -175,9 +175,9 @@ def _moved(spans: Sequence[ServerSpan], quotas: Sequence[int]) -> tuple[ServerSp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Requests `[start, stop)` of one HTTP call. `failed`: these requests failed once on the server in whose queue they
-    are, and are tried there again. `suspect`: another server was lost because one of these requests failed twice
-    there."""
+    """Requests `[start, stop)` of one HTTP call. `failed`: the requests failed once on the server in whose queue they
+    are, and are tried there again. `suspect`: one of the requests failed twice on another server, which was therefore
+    lost."""
 
     start: int
     stop: int
@@ -195,8 +195,8 @@ class Batch:
 
 
 def halves(unanswered: Sequence[int], *, suspect: bool = False) -> list[Batch]:
-    """Return the batches in which the `unanswered` requests of a failed batch are sent again: at least two if there are
-    two requests. Each batch has consecutive requests."""
+    """Return the batches in which the `unanswered` requests of a failed batch are sent again: at least two batches, if
+    there are two requests. Each batch has consecutive requests."""
     middle = len(unanswered) // 2
     parts = (unanswered[:middle], unanswered[middle:])
     return [
@@ -308,8 +308,8 @@ class Dispatcher(Generic[R]):
                 self._start(index, batch)
 
     def _take(self, server: _ServerQueue, waiting: deque[Batch]) -> Batch | None:
-        """Remove the next batch for `server` from `waiting` and return it. None if none waits, or if fewer requests of
-        the server's quota are unused than a batch must have (REFILLS)."""
+        """Remove the next batch for `server` from `waiting` and return it. Return None if no batch waits, or if the
+        server's quota has too little room for a batch (REFILLS)."""
         size = min(server.free, len(waiting[0])) if waiting else 0
         if size <= 0 or size < min(len(waiting[0]), -(-server.quota // REFILLS)):
             return None

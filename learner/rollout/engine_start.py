@@ -1,7 +1,8 @@
 """Makes the start of a colocated engine faster, and restores what vLLM changes in the learner's process.
 
-In: vLLM, before its engine is made. Out: an engine. It has not read the checkpoint's weights, because the first sync
-overwrites them (`unread_weights`). It has started no process to inspect the model's class (`inspecting_here`).
+In: vLLM, before its engine is made. Out: an engine that starts faster for two reasons. It does not read the
+checkpoint's weights, because the first sync overwrites them (`unread_weights`). It starts no process to inspect the
+model's class (`inspecting_here`).
 
 Invariants: parameters are zero until the first sync, not uninitialised. Buffers keep the values that the model gave
 them. No answer is generated before a sync has written every parameter: `WeightLoad.finish` counts the parameters, and
@@ -63,7 +64,7 @@ def inspecting_here() -> Iterator[None]:
     from vllm.model_executor.models import registry
 
     before = getattr(registry, "_run_in_subprocess", None)
-    if before is None:  # another version of vLLM: its start takes longer
+    if before is None:  # another version of vLLM, which then starts more slowly
         yield
         return
     registry._run_in_subprocess = lambda inspect: inspect()

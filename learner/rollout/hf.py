@@ -5,7 +5,7 @@ no collective, so every rank generates for itself. A rollout's `ver` is the numb
 
 Invariants: prompts are the encoder's token ids; at most `decode_batch_size` sequences are decoded at once (a beam
 search decodes `num_beams` sequences for each sample); a rollout depends on its prompt and its seed, not on the other
-samples of its batch; afterwards, also after an error, the model has its old attention, training modes and generation
+samples of its batch. Afterwards, also after an error, the model has its old attention, training modes and generation
 settings. Weights, `requires_grad` and random generators are not touched. Rollouts must not be made while another thread
 runs a forward pass of the model.
 
@@ -84,8 +84,8 @@ def logits_processors(
 
 
 class RepetitionPenalty(LogitsProcessor):
-    """Makes tokens less likely that the sequence's prompt or answer contains (CTRL, arXiv:1909.05858). Padding does not
-    count as a token of the prompt."""
+    """Makes tokens less likely if the sequence's prompt or answer already contains them (CTRL, arXiv:1909.05858).
+    Padding does not count as a token of the prompt."""
 
     def __init__(self, penalty: float, attention_mask: torch.Tensor) -> None:
         self._penalty, self._is_prompt = penalty, attention_mask.bool()
@@ -144,7 +144,7 @@ class Repetitions(StoppingCriteria):
 
 
 class Pulse(StoppingCriteria):
-    """Tells every TELL_S how many tokens the answers have, because answers take minutes on a CPU. It never ends a
+    """Reports every TELL_S how many tokens the answers have, because answers take minutes on a CPU. It never ends a
     sequence."""
 
     def __init__(self, tell: Callable[[str], None], prompt_length: int, about: str) -> None:
@@ -196,8 +196,8 @@ def pad_left(
     prompts: Sequence[EncodedPrompt], *, pad_token_id: int, image_token_id: int | None, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Return the inputs of `model.generate` for prompts padded on the left: `input_ids` and `attention_mask` `[B, P]`.
-    With images also the concatenated pixels of all prompts, their grids, and `mm_token_type_ids` `[B, P]`, which is 1
-    at image tokens; from it the model computes multimodal positions."""
+    With images, also return the pixels of all prompts, concatenated, their grids, and `mm_token_type_ids` `[B, P]`,
+    which is 1 at image tokens. The model computes multimodal positions from these types."""
     length = max(len(prompt.token_ids) for prompt in prompts)
     input_ids = torch.full((len(prompts), length), pad_token_id)
     attention_mask = torch.zeros_like(input_ids)

@@ -61,7 +61,7 @@ class Membership:
 
     @property
     def wanted(self) -> int:
-        """The number of servers that must serve, or the run ends."""
+        """The number of servers that must serve. With fewer the run ends."""
         if self.min_servers == "all":
             # A server that was added to the running run does not count before it has served.
             return len(self.serving) + sum(not member.is_new for member in self.out)

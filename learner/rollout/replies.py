@@ -33,7 +33,8 @@ RETRY_AFTER_S = 1.0  # seconds before a call is repeated, if the busy server sen
 MAX_INFER_S = 600.0
 MIN_INFER_S = 120.0  # min deadline, because a weight update or a compilation may delay one call by minutes
 PACE_CALLS = 32  # number of last calls whose tokens per second are kept
-PACE_MARGIN = 4.0  # a call may take so many times as long as it takes at the lowest speed of the last PACE_CALLS calls
+# A call may take so many times the time that it needs at the lowest speed of the last PACE_CALLS calls.
+PACE_MARGIN = 4.0
 
 _LINE, _LIST = TypeAdapter(AnswerLine), TypeAdapter(list[RolloutOutput])
 

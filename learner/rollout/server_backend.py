@@ -2,10 +2,10 @@
 R23, R30).
 
 In: samples of this rank. Out: one rollout per sample, each as soon as it ends (`stream`) or all in order
-(`generate_window`). All are made by one version of the weights. Invariants: `connect` checks the servers and asks their
-world sizes, once; a request's seed depends only on its index over all ranks; a server never has more requests than its
-quota (`distribution.py`), also when requests are sent again; no sample is skipped: an error ends the call. At most one
-window of rollouts is in memory.
+(`generate_window`). All rollouts of a call are made with one version of the weights. Invariants: `connect` checks the
+servers and asks for their world sizes, once; a request's seed depends only on its index over all ranks; a server never
+has more requests than its quota (`distribution.py`), also when requests are sent again; no sample is skipped: an error
+ends the call. At most one window of rollouts is in memory.
 
 If a server fails and `min_servers` allows it, this rank stops using the server, and sends the unanswered requests to
 the other servers (D15). Other ranks learn of the failure at the next agreement. Until then the other servers may have
@@ -79,7 +79,8 @@ class _StreamJob:
     config: RequestConfig
     record: RolloutCallLog
     members: Sequence[Member]  # servers that served when the stream began
-    served: ServedWeights | None  # answers must come from these weights; None: no sync yet, so this is not checked
+    # The weights that must have made the answers. None: no sync has been made yet, so this is not checked.
+    served: ServedWeights | None
 
 
 class _Rollouts(RolloutStream):
@@ -111,8 +112,8 @@ class ServerBackend(RolloutBackend):
     """Makes rollouts with the run's rollout servers. `token`: the bearer token. `vocab_size`: the learner's vocabulary
     size, which every server must have. `pixel_share`: share of the samples whose rollouts get digests of their
     processed images. `images` reads photographs that are augmented. `on_call` is called with the record of every
-    `stream`, in the thread that iterated it. The attribute `membership` has the servers on which the ranks agreed, and
-    the weights that must answer. The weight sync sets it."""
+    `stream`, in the thread that iterated it. The weight sync sets the attribute `membership`: the servers on which the
+    ranks agreed, and the weights that must make the answers."""
 
     def __init__(
         self,

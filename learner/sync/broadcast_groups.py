@@ -1,13 +1,13 @@
-"""Manages the groups in which the learner broadcasts weights: decides which servers share a group, joins, sends,
-leaves.
+"""Manages the groups in which the learner broadcasts weights: decides which servers share a group, joins the groups,
+sends, and leaves them.
 
 In: servers and their statuses. Out: joined groups, and futures of the broadcasts. Servers of one machine share a group,
 so a bucket leaves the learner's GPU once for all of them: three copies of 8 GB would need 54 ms of its NVLink. Each
 server joins at its configured address, so only servers with the same address can share a group.
 
-Invariants: a group's ranks are its servers' workers, server by server, and last the learner, which is the source of
-every broadcast; no group has a GPU twice; every future ends by its own deadline, and this module waits at most
-CAUSE_GRACE_S longer; every error that leaves this module names the servers. Only one thread may use a group.
+Invariants: a group's first ranks are the workers of its servers, server by server. The last rank is the learner, which
+sends every broadcast. No group has a GPU twice. Every future ends by its own deadline, and this module waits at most
+CAUSE_GRACE_S longer. Every error that leaves this module names the servers. Only one thread may use a group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shared.wire import CloseCommunicatorCall, InitCommunicatorCall, ServerStatu
 
 T = TypeVar("T")
 StartJoin = Callable[..., Operation[Communicator]]  # `shared.sync.group.start_join`, or a test's replacement
-CAUSE_GRACE_S = 2.0  # after a connection broke: max wait for the error of the server that broke it
+CAUSE_GRACE_S = 2.0  # max wait, after a connection broke, for the error of the server that broke it
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -96,13 +96,15 @@ class ServerGroup:
 
 
 Post = tuple[ServerLink, Future[Any]]
-Posts = Sequence[Post]  # HTTP calls to servers, each with the future of its answer
-Sent = Sequence[tuple[ServerGroup, Future[Any]]]  # joins and broadcasts that may be unfinished
+# HTTP calls to servers. Each has the future of its answer.
+Posts = Sequence[Post]
+# Joins and broadcasts that may be unfinished.
+Sent = Sequence[tuple[ServerGroup, Future[Any]]]
 
 
 class ServerGroups:
-    """The groups that a learner has joined. `incarnation`: a random id, drawn for each joining, by which servers know
-    their learner. `open_groups` makes the object."""
+    """The groups that a learner has joined. `incarnation`: a random id, drawn each time the learner joins; servers
+    recognize the learner by it. `open_groups` makes the object."""
 
     def __init__(self, groups: Sequence[ServerGroup], incarnation: str, key: bytes) -> None:
         self.groups, self.incarnation, self.seal_key = tuple(groups), incarnation, key
@@ -112,7 +114,8 @@ class ServerGroups:
         return [link for group in self.groups for link in group.links]
 
     def broadcast(self, bucket: torch.Tensor) -> Sent:
-        """Start to send a packed bucket to all workers of all servers, after the buckets of earlier calls."""
+        """Start to send a packed bucket to all workers of all servers. It is sent after the buckets of earlier
+        calls."""
         return [(group, group.communicator.start_broadcast(bucket, group.rank).future) for group in self.groups]
 
     def leave(self, *, abort: bool, gone: Collection[str] = ()) -> Posts:
@@ -138,8 +141,8 @@ def open_groups(
     start_join: StartJoin = start_join,
     asked: list[Post] | None = None,
 ) -> ServerGroups:
-    """Return the groups when all servers and the learner have joined them. `device` is where the weights are. Every
-    call to a server is appended to `asked`, so that the caller can see which servers failed.
+    """Return the groups when all servers and the learner have joined them. `device` has the weights. Every call to a
+    server is appended to `asked`, so that the caller can see which servers failed.
 
     Raises CommunicatorError, DeadlineError or a server's own error; no group is joined then.
     """
@@ -170,8 +173,8 @@ def open_groups(
 
 
 def of_one_machine(links: Sequence[ServerLink], statuses: Sequence[ServerStatus]) -> list[list[ServerLink]]:
-    """Return the servers as lists, one per group, in configured order. The servers of a group have one host in their
-    URLs and one address at which they join, and no GPU in common."""
+    """Return the servers as lists, one per group, in configured order. The servers of a group have the same host in
+    their URLs, join at the same address, and have no GPU in common."""
     groups: list[tuple[tuple[str, str], list[ServerLink], set[str]]] = []
     for link, status in zip(links, statuses, strict=True):
         address = (link.client.host, status.group_host)
@@ -187,7 +190,7 @@ def of_one_machine(links: Sequence[ServerLink], statuses: Sequence[ServerStatus]
 
 
 def await_all(sent: Sent, posts: Posts, *, replies: bool = True) -> None:
-    """Return when all operations of `sent` have ended, and, with `replies`, every post is answered.
+    """Wait until all operations of `sent` have ended. With `replies`, also wait until every post is answered.
 
     Raises the first cause of a failure. Without `replies`, an answer to a post is a failure.
     """
@@ -217,8 +220,8 @@ def named(error: ProjectError, who: str) -> ProjectError:
 
 
 def _raise_cause(sent: Sent, posts: Posts) -> None:
-    """Raise the error that made `sent` or `posts` fail, if any failed. If a connection broke, all its ranks report only
-    the break. So wait up to CAUSE_GRACE_S for the error of the server that broke it."""
+    """Raise the error that made `sent` or `posts` fail, if any failed. If a connection broke, all ranks report only
+    that it broke. So wait up to CAUSE_GRACE_S for the error of the server that broke the connection."""
     deadline = Deadline(CAUSE_GRACE_S)
     while errors := [*_errors(post for _, post in posts), *_errors_on_the_wire(sent)]:
         causes = [error for error in errors if not isinstance(error, CommunicatorError | DeadlineError)]

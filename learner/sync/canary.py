@@ -1,4 +1,4 @@
-"""The check after a sync: the served model must give fixed answers the probabilities that the learner gives them.
+"""The check after a sync: the served model and the learner must give fixed answers the same probabilities.
 
 In: samples with an answer each, the learner's log-probabilities of these answers, and a generator's scores. Out: the
 gap, or a CanaryError. The worst failure of this system is a sync that reports success while the served model is wrong.
@@ -24,11 +24,11 @@ from shared.wire import ExpectScoresCall, ScoreItem, ScoreReply
 # Max mean gap in nats per token: EXACT_TOLERANCE if both sides compute in float32, else TOLERANCE. A model of 5M
 # parameters without an adapter had mean gaps of 0.0000 in float32 and at most 0.061 in bfloat16.
 EXACT_TOLERANCE, TOLERANCE = 0.01, 0.1
-# Returns the learner's scores of the answers by the weights that are sent. Arguments: the dtype of these weights (None:
-# as trained), and whether an adapter is merged into them.
+# Returns the learner's scores of the answers by the weights that are sent. The arguments are the dtype of these weights
+# (None: as trained), and whether an adapter is merged into them.
 Scorer = Callable[[torch.dtype | None, bool], CanaryScores]
 
-CANARY_SAMPLES = 2  # prompts that learner and server both score after a sync
+CANARY_SAMPLES = 2  # number of prompts that learner and server both score after a sync
 # Max pixels of an image's side, and max tokens of an answer. With these limits the prompts and the requests that read
 # the cache fit into one CUDA graph of an engine (512 tokens). Short answers show faults as well as long ones: with
 # planted faults, the mean gaps over the first 32, 64 and 128 tokens of an answer differ by a factor of 0.77 to 1.35.

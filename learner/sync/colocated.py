@@ -2,15 +2,14 @@
 
 In: weights, by a `WeightSource`. Out: every rank's engine has the weights and has checked them, or the first failure is
 raised on every rank. Tensors go from the policy to vLLM's loader one by one, in one process. There are three checks, as
-for a server: (1) bytes: the tensors given to the loaders have the same digest on all ranks; (2) coverage: every served
-parameter was written, or each of the adapter's tensors has found its layer; (3) canary: each engine gives the fixed
-answers the learner's log-probabilities. No engine generates after a failure. The base weights, to which an adapter is
+for a server. (1) Bytes: the tensors given to the loaders have the same digest on all ranks. (2) Coverage: every served
+parameter was written, or each of the adapter's tensors has found its layer. (3) Canary: each engine gives fixed answers
+the same log-probabilities as the learner. No engine generates after a failure. The base weights, to which an adapter is
 applied, are part of the adapter's version.
 
-The learner's pass on the canary (fixed answers) reads only the policy. The policy does not change during a sync. So if
-the engine is awake and nothing is offloaded, the weights are loaded first, and both sides score at the same time.
-Otherwise the learner scores before the engine wakes, because while the engine is awake the policy is offloaded, or
-memory is short.
+The learner's pass on the canary reads only the policy, which does not change during a sync. So if the engine is awake
+and nothing is offloaded, the weights are loaded first, and both sides score at the same time. Otherwise the learner
+scores before the engine wakes, because afterwards the policy is offloaded, or memory is short.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class Given:
 
 
 class EngineDelivery:
-    """Loads weights into every rank's engine, and scores the canary's answers there. An error of one rank in a load or
-    in the canary is raised on all ranks."""
+    """Loads weights into every rank's engine, and scores the canary's answers there. If a load or the canary fails on
+    one rank, the error is raised on all ranks."""
 
     def __init__(
         self,
@@ -66,7 +65,8 @@ class EngineDelivery:
         self._prompts = [encoder.for_engine(item.sample) for item in canary.items]
         # Pixels are compared too, because different pixels on the two sides cause no error by themselves.
         self._same = PromptCheck(image_processing=encoder.image_processing)
-        self._learner: dict[Mode, CanaryScores] = {}  # the learner's scores that the running sync has begun
+        # scores that the learner has begun to compute for the running sync
+        self._learner: dict[Mode, CanaryScores] = {}
         self._parts: dict[str, float] = {}  # seconds of each part of the running sync
 
     def together(self, work: Callable[[], T]) -> T:

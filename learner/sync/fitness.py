@@ -65,7 +65,7 @@ def server_check(
         check_architecture(client.base_url, status, architecture)
         for item in prompts:
             if status.gate == "poisoned":
-                return  # the server scores nothing before the first sync, whose canary then checks the prompt
+                return  # the server scores nothing before the first sync; that sync's canary then checks the prompt
             # Pixels are asked for too: both sides may have the same prompt and still see different images.
             reply = await client.score(ScoreCall(items=score_items([item], pixels=True)))
             check_vision(client.base_url, item, reply, same)
@@ -133,7 +133,8 @@ def is_silent(error: ProjectError) -> bool:
 
 
 async def look(backend: ServerBackend, base_url: str) -> ServerStatus | ProjectError:
-    """Return a server's status now; or, if it does not answer soon or has another model, the error that says so."""
+    """Return a server's status now. If the server does not answer soon, or has another model, return the error
+    instead."""
     try:
         # A server that sends its answer byte by byte would never exceed a limit on silence.
         async with time_limit(LAST_LOOK_S):

@@ -1,10 +1,9 @@
-"""The servers that take part in syncs: the membership of a run's rollout servers, decided by rank 0 and the same on
-every rank.
+"""Decides which rollout servers take part in a run's syncs. Rank 0 decides, and all ranks have the same membership.
 
 In: servers that a rank has lost, requests of the user and the cluster, and servers that failed a sync. Out: the next
-`Membership` on all ranks, and the changes since the last `agree`. A sync goes to the servers that serve or are ready to
-serve. After the sync, only the servers that completed it serve (D15, R40). `ReturnWatch` polls the servers that are
-left out, and checks their new processes, in the background, so that no step waits for these checks.
+`Membership` on all ranks, and what has changed since the last `agree`. A sync goes to the servers that serve or are
+ready to serve. After the sync, only the servers that completed it serve (D15, R40). `ReturnWatch` polls the servers
+that are left out, and checks their new processes, in the background, so that no step waits for these checks.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ from shared.wire import ServerStatus
 
 T = TypeVar("T")
 log = logging.getLogger("learner.sync")
-BACK_OFF_S = 10.0  # wait before a server that failed two syncs is tried again; doubled after each further failure
+# Wait before a server that failed two syncs is tried again. Each further failure doubles the wait.
+BACK_OFF_S = 10.0
 MAX_BACK_OFF_S = 600.0
 
 
@@ -51,8 +51,8 @@ class Members:
         self._changes: list[ServerChange] = []  # changes that `changes` has not returned yet
 
     def together(self, work: Callable[[], T]) -> T:
-        """Agree on the membership, then run `work()` on rank 0. Return its result, and set the membership that it left,
-        on every rank. Collective. Raises ServerError if too few servers are left."""
+        """Agree on the membership, then run `work()` on rank 0. On every rank return the result, and adopt the
+        membership as it is after `work`. Collective. Raises ServerError if too few servers are left."""
         self.agree()
         result, membership = on_rank_0(self._ranks, lambda: (work(), self._backend.membership))
         self._backend.adopt(membership)
@@ -145,8 +145,9 @@ class ReturnWatch:
     def __init__(self, backend: ServerBackend, check: CheckServer | None = None) -> None:
         self._backend, self._check = backend, check
         self.fit: set[str] = set()  # ids of the server processes that have passed `check`
-        self._unfit: dict[str, str] = {}  # base_url -> reason why the server cannot join; "": it may become ready
-        self._followed: dict[str, float] = {}  # base_url -> time (`awake_s`) before which it is not tried
+        # base_url -> reason why the server cannot join; "": no reason is known, so it may become ready
+        self._unfit: dict[str, str] = {}
+        self._followed: dict[str, float] = {}  # base_url -> time (`awake_s`) of the next try
         self._ready: frozenset[str] = frozenset()
         self._watching: Future[None] | None = None  # None: no watch runs, or the watch is about to end
         self._lock = threading.Lock()  # guards the fields that the watch changes: it runs on the loop's thread

@@ -2,8 +2,8 @@
 
 In: weights, by a `WeightSource`. Out: all servers have checked and serve the weights, or the first cause of a failure
 is raised, with the server named. Invariants (R09, R24, D1): only rank 0 talks to servers, and all ranks do `barrier ->
-update -> barrier`. An update is complete when every server has checked that all tensors came with the right bytes, and
-when its log-probabilities of fixed answers (the canary) are close to the learner's. The server compares the
+update -> barrier`. An update is complete when each server has passed two checks: all tensors came with the right bytes,
+and the server's log-probabilities of fixed answers (the canary) are close to the learner's. The server compares the
 log-probabilities too, and serves nothing before that. A bucket is gathered, packed and sealed while earlier buckets are
 sent. The learner scores the canary before the update begins, so no server waits for it. The base weights, to which an
 adapter is applied, are sent as an update of their own, with its own version. That update also brings back a server that
@@ -64,24 +64,25 @@ from shared.wire import Bucket, ServedWeights, ServerStatus, UpdateWeightsCall, 
 
 T = TypeVar("T")
 GOODBYE_S = 3.0  # max wait, after a failed sync, until the servers have confirmed that the group is closed
-# A server that has not served yet may be slow. If one takes part, join and update together may take NEWCOMER_S seconds,
-# or NEWCOMER_MARGIN times as long as the last update without such a server, whichever is more. The update alone may
-# always take LEAST_S.
+# A server that has not served yet may be slow. If such a server takes part, join and update together may take
+# NEWCOMER_S seconds, or NEWCOMER_MARGIN times as long as the last update without such a server, whichever is more. The
+# update alone may always take LEAST_S.
 NEWCOMER_S, NEWCOMER_MARGIN, LEAST_S = 15.0, 3.0, 1.0
 NOBODY: Mapping[str, ProjectError] = MappingProxyType({})
-# The learner's forward pass on the canary (test prompts) is captured as a CUDA graph in its second call. During a
-# capture no other thread may wait for the device. So the first two calls are made inside a sync, while no rollouts are
-# made.
+# The learner's second forward pass on the canary (fixed answers) is captured as a CUDA graph. During a capture no other
+# thread may wait for the device. So the first two passes are made inside a sync, while no rollouts are made.
 CAPTURED_AFTER = 2
-SENT_AHEAD = 2  # max unfinished broadcasts when another starts; with fewer the network idles, more take more memory
+# Max unfinished broadcasts when another one starts. With fewer the network would be idle at times; more need more
+# memory.
+SENT_AHEAD = 2
 NO_SCORES = CanaryScores(read=list, merge_gap=0.0)
 log = logging.getLogger("learner.sync")
 
 
 class ServerDelivery:
-    """Sends weights to all servers and has them checked. `canary`: used on rank 0 only. `device`: where the weights
-    are. `check` is called for each server process that was not there at the start. `control` brings the requests of the
-    user and the cluster to add or remove servers."""
+    """Sends weights to all servers and has them checked. `canary`: used on rank 0 only. `device` has the weights.
+    `check` is called for each server process that was not there at the start. `control` brings the requests of the user
+    and the cluster to add or remove servers."""
 
     def __init__(
         self,
@@ -105,11 +106,12 @@ class ServerDelivery:
         self._full_weights = ""  # digest of the last full update, which is part of the digest of an adapter
         self._accused: dict[str, ProjectError] = {}  # URL of each server that made the last try fail -> its error
         self._usual_s = 0.0  # seconds of the last update without a new server
-        self._newcomers = Deadline(0.0)  # deadline of join and update together if new servers take part
+        self._newcomers = Deadline(0.0)  # one deadline for join and update together, if new servers take part
         self._deadline = Deadline(0.0)  # deadline for reaching as many servers as this sync needs
         self._parts: dict[str, float] = {}  # seconds that each part of this sync took
         self._learner: dict[tuple[torch.dtype | None, Mode], CanaryScores] = {}  # the learner's scores for this sync
-        self._num_scored: Counter[tuple[torch.dtype | None, Mode]] = Counter()  # how often the learner scored it
+        # number of syncs for which the learner computed scores
+        self._num_scored: Counter[tuple[torch.dtype | None, Mode]] = Counter()
 
     def together(self, work: Callable[[], T]) -> T:
         return self.members.together(work)
@@ -366,7 +368,7 @@ class ServerDelivery:
 
     def _digest(self, mode: Mode, seals: Sequence[torch.Tensor]) -> str:
         """Return the digest that the server computes too. For full weights it is the digest of the seals. For an
-        adapter it is made from that digest for the base weights, and the digest of the adapter's seals."""
+        adapter it combines the digest of the base weights with the digest of the adapter's seals."""
         digest = digest_of(seals)
         if mode == "adapter":
             return hashlib.blake2b(f"{self._full_weights} {digest}".encode(), digest_size=16).hexdigest()

@@ -3,11 +3,11 @@
 In: a `WeightSource` (the policy, or its adapter). Out: sealed buckets, one at a time, so that the sender decides how
 many are in memory beside the model.
 
-If the model is sharded, only rank 0 talks to servers, but all ranks together gather tensors and score the canary. For
-this, `ShardedRanks` lets rank 0 announce such a call, and the other ranks, which wait for the outcome of rank 0's sync,
-make the call together with rank 0. Invariants: no rank begins a collective that rank 0 has not announced, so a failure
-of rank 0 reaches the other ranks as their next message. A bucket is gathered just before it is packed; only rank 0
-keeps its tensors. Every wait is bounded by `training.collective_timeout_s`.
+If the model is sharded, only rank 0 talks to servers, but all ranks together gather tensors and score the canary (fixed
+answers). While rank 0 runs its sync, the other ranks wait for messages. With `ShardedRanks`, rank 0 announces each such
+call in a message, and all ranks make the call together. Invariants: no rank begins a collective that rank 0 has not
+announced, so the other ranks learn of a failure of rank 0 by their next message. A bucket is gathered just before it is
+packed; only rank 0 keeps its tensors. Every wait is bounded by `training.collective_timeout_s`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AdapterSource(WeightSource, Protocol):
 
     @property
     def base(self) -> WeightSource:
-        """The base weights, to which the adapter is applied. They never change."""
+        """The weights to which the adapter is applied. They never change."""
 
     @property
     def rank(self) -> int: ...
@@ -181,7 +181,7 @@ class ShardedSource:
         self.weight_specs = source.weight_specs
         self._bucket_bytes = ranks.bucket_bytes
         self._take = ranks.shared(lambda *arguments: ranks.take(source, *arguments))
-        self._counts: dict[torch.dtype | None, list[int]] = {}  # by dtype: number of tensors of each bucket
+        self._counts: dict[torch.dtype | None, list[int]] = {}  # number of tensors of each bucket, by dtype
 
     def named_weights(self, dtype: torch.dtype | None = None) -> NamedWeights:
         if dtype not in self._counts:

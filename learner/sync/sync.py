@@ -3,16 +3,16 @@
 In: the policy's weights, its adapter if adapters are synced, and a `Delivery`: to rollout servers
 (`server_delivery.py`) or into colocated engines (`colocated.py`). Out: a `SyncReceipt` on every rank. Invariants:
 - `ver` rises only with a completed sync; only rollouts of that version are accepted;
-- a sync is complete when every generator has checked that all tensors arrived with the right bytes, and when its
-  log-probabilities of fixed answers (the canary) are close to the learner's;
+- a sync is complete when each generator has passed two checks: all tensors arrived with the right bytes, and the
+  generator's log-probabilities of fixed answers (the canary) are close to the learner's;
 - after a failure the next try begins with new connections, and without the servers that are gone. If no generator
   caused the failure, the sync is repeated once (`Delivery.recover`). Other failures raise their cause on every rank.
 
 An adapter sync sends the adapter alone. After a new connection or a failure a generator's weights are not known, so the
-next adapter sync sends the model's base weights first. If an adapter sync fails, the process logs one warning and
-makes only full syncs from then on, the first one at once. With `fallback_to_full: false` the error is raised instead.
-A lost server or a broken connection does not count as such a failure while `Delivery.recover` allows another try. A
-resumed run begins with adapter syncs again.
+next adapter sync sends the model's base weights first. If an adapter sync fails, the process logs one warning, repeats
+the sync at once with all weights, and makes only full syncs from then on. With `fallback_to_full: false` the error is
+raised instead. A lost server or a broken connection does not count as such a failure while `Delivery.recover` allows
+another try. A resumed run begins with adapter syncs again.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Delivered:
     num_bytes: int
     num_tensors: int
     gap: CanaryGap  # the largest gap to a generator's log-probabilities
-    merge_gap: float  # change of log-probabilities by merging and rounding, nats per token (D14)
-    pause_s: float = 0.0  # longest time in seconds that a server generated nothing and took no call; 0: not measured
+    merge_gap: float  # how much merging and rounding change log-probabilities, in nats per token (D14)
+    pause_s: float = 0.0  # longest time that a server generated nothing and accepted no call; 0: not measured
 
 
 class Delivery(Protocol):
@@ -93,8 +93,8 @@ class Delivery(Protocol):
         """From now on accept only rollouts of version `ver`."""
 
     def leave(self, *, abort: bool) -> None:
-        """Disconnect from the generators, after a failure (`abort`) or for good. It ends in a limited time, and
-        may be called again."""
+        """Disconnect from the generators, after a failure (`abort`) or for good. This takes a limited time. It may be
+        called again."""
 
 
 class Sync:

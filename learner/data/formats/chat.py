@@ -1,7 +1,7 @@
 """Turns rows of other programs into rows of the project's JSONL. It reads ms-swift's `objects`, and conversations of
 Qwen, LLaVA and LLaMA-Factory whose last answer has the boxes.
 
-In: a row of JSON. Out: a row as `jsonl` reads it, and the unit of its boxes. An answer may have three forms:
+In: a row of JSON. Out: a row in the form that `jsonl` reads, and the unit of its boxes. An answer may have three forms:
 
     [{"bbox_2d": [x1, y1, x2, y2], "label": "cat"}]          also in ```json fences
     <ref>cat</ref><box>(x1,y1),(x2,y2)</box>                 thousandths; also <|object_ref_start|> and <|box_start|>

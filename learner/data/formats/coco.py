@@ -1,9 +1,9 @@
 """`coco`: one sample per image, one object per annotation. The name of the category is the description.
 
-With `task.geometry: poly`, polygons and run lengths are the objects' outlines. Otherwise they are read only if an
-annotation has no box: the box around them is used. `iscrowd` and `ignore` make ignore regions. If `width` and
-`height` are missing, the image's own size is read. If CVAT's `attributes.rotation` turns a rectangle, the enclosing box
-is used.
+With `task.geometry: poly`, polygons and run lengths are the objects' outlines. Otherwise outlines are read only if an
+annotation has no box; then the box around the outline is used. `iscrowd` and `ignore` make ignore regions. If `width`
+and `height` are missing, the image's own size is read. If CVAT's `attributes.rotation` turns a rectangle, the enclosing
+box is used.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def image_folder(names: Sequence[str], source: Source) -> Path:
 
 
 def _near_folder(names: Sequence[str], source: Source) -> Path | None:
-    """Return the folder of the first image if it is near the file and not the file's own folder, as COCO's `train2017`
-    is beside `annotations`. The path is absolute."""
+    """Return the folder of the first image if it is near the file and not the file's own folder, such as COCO's
+    `train2017` beside `annotations`. The path is absolute."""
     # Relative paths of records start at the file's folder.
     own = source.file.absolute().parent
     if source.data.image_root is not None or not names or is_file(own / as_here(names[0], own)):

@@ -87,7 +87,8 @@ def _described(path: Path) -> str:
 
 
 def _is_yolo_label(file: Path) -> bool:
-    """Return True if the first line is a class number and four shares."""
+    """Return True if the first line is a class number and four numbers from 0 to 1 (fractions of the photograph's
+    sides)."""
     try:
         with file.open(encoding="utf-8") as lines:
             number, *shares = lines.readline(200).split()

@@ -161,7 +161,7 @@ def _of_dataset_row(
         found, wanted = f"{error}"[:200], "images, and objects as rows or as columns of equal length"
         source.bad.meet("malformed", place.error("not a row of a data set", found=found, wanted=wanted))
         return
-    # A data set has None in columns that a row lacks.
+    # If a row has no value for a column, a data set gives None.
     yield from of_row(partial(Row.model_validate, _without_nones(filled)), str(number), place, source.bad)
 
 

@@ -2,9 +2,9 @@
 
 Coordinates are pixels. Image paths are relative to the file's folder or `image_root`. The assistant's answer at the end
 of `messages` is dropped. Without `id` the line number is the id. An object with `"ignore": true` (or `iscrowd`,
-`difficult`) is an ignore region. `width` and `height` are those of the image. If both are missing, they are read from
-the image. If a row has several images, each object says which image it is in (`"image": 2`, counted from 1). Then
-`width` and `height` hold for every image, or `sizes` lists the size of each one.
+`difficult`) is an ignore region. `width` and `height` are the size of the image. If both are missing, they are read
+from the image file. If a row has several images, each object says which image it is in (`"image": 2`, counted from 1).
+Then `width` and `height` hold for every image, or `sizes` lists the size of each one.
 
     {"id": "a-17", "messages": [{"role": "user", "content": "<image>Detect every digit."}], "images": ["images/17.png"],
      "objects": [{"desc": "seven", "bbox_2d": [12, 40, 31, 77]}], "width": 128, "height": 128}

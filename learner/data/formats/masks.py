@@ -61,7 +61,7 @@ def mask_of(rle: Mapping[str, object], width: int, height: int, max_pixels: int)
     counts = rle.get("counts")
     if size_of_mask(rle) != (width, height):
         raise ValueError(f"a size other than [{height}, {width}], which is the image's")
-    if width * height > max_pixels:  # a mask takes a byte per pixel, and a small file can claim any size
+    if width * height > max_pixels:  # a mask takes one byte per pixel, and a small file can name any size
         raise ValueError(f"a mask of more than data.max_image_pixels ({max_pixels}) pixels")
     if not isinstance(counts, list | str):
         raise ValueError("no run lengths (`counts`)")

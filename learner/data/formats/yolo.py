@@ -320,9 +320,9 @@ def _check_outlines(found: Sequence[_Labels], source: Source) -> None:
 
 
 def _are_keypoints(labels: Sequence[Sequence[float]]) -> bool:
-    """Return True if the labels are boxes with keypoints, and not outlines. Then all labels have the same length, and
-    all points lie in the boxes. If points have no visibilities, also some label must cross itself when read as an
-    outline."""
+    """Return True if the labels are boxes with keypoints, and not outlines. Three conditions must hold. All labels have
+    the same length. All points lie in the boxes. If points have no visibilities, some label crosses itself when it is
+    read as an outline."""
     if not labels or len(labels[0]) <= 4 or len({len(values) for values in labels}) > 1:
         return False
     if all(_is_box_with_points(values, 3) for values in labels):

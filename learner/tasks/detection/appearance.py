@@ -1,21 +1,23 @@
-"""Estimates from pixels how often finds (the model's boxes that overlap no label) are right (R49, D22).
+"""Estimates from pixels how many of a model's unlabelled boxes are right (R49, D22).
 
-In: photographs, their labels, and finds with votes. Out: for each find the probability that its box is right; `gaps`
-and `ranking` judge names. No person judges any find. Labels need not be missing at random, because an object looks the
-same with and without a label.
+A find is a box of the model that overlaps no label. In: photographs, their labels, and finds with votes. Out: for each
+find the probability that its box is right; `gaps` and `ranking` judge names. No person judges finds. Labels need not be
+missing at random, because an object looks the same with and without a label.
 
 1. *Examples.* Labelled boxes are moved. A moved box with an IoU of 0.55 or more with its label is an example of a right
    box. With an IoU of 0.08 to 0.45 it is an example of a misplaced box. Edges at the photograph's border are not moved.
 2. *Scores.* A logistic regression with an L2 penalty separates right from wrong examples by the pixels in and around
-   the box. A class with `OWN_CLASS` labels has its own classifier. The other classes share one, which does not use
-   names. A photograph is scored by a classifier that was fitted without it (`FOLDS` parts).
-3. *Shares.* The scores of finds are taken as a mixture: some are distributed like those of right examples, the others
-   like those of misplaced examples. EM estimates the share of each, separately by class, by number of votes, and for
-   boxes at the photograph's border. The probability of a find is the part of right examples in the mixture at its
-   score.
+   the box. A class with `OWN_CLASS` labels has its own classifier. The other classes share a classifier, which does not
+   use names. Photographs are divided into `FOLDS` parts. Each part is scored by a classifier that was fitted on the
+   other parts.
+3. *Shares.* The scores of finds are taken as a mixture of two distributions: that of right examples and that of
+   misplaced examples. A share is the weight of one distribution in the mixture. EM estimates the shares separately by
+   class, by number of votes, and for boxes at the photograph's border. The probability that a find is right is the part
+   of right examples in the mixture at the find's score.
 
 There is no estimate if labels are too few, or if a classifier cannot separate its own examples. The estimate cannot
-show that labels are complete: where no find was right, the estimated share was still 0.06 to 0.34. No side effects.
+show that labels are complete: on data where no find was right, the estimated share of right finds was still 0.06 to
+0.34. No side effects.
 """
 
 from __future__ import annotations
@@ -41,9 +43,10 @@ MOST_LABELS = 6000  # max labels whose pixels are read; more labels do not impro
 FOLDS = 3
 ON, BESIDE = (0.55, 1.01), (0.08, 0.45)  # (min, limit) of the IoU with the label, for right and for misplaced examples
 _BORDER = 0.0125  # share of a side; a box nearer than this to the photograph's border touches it
-# Of a crop: number of cells per side, its side divided by the side of the box, and the min side of a box in pixels.
+# For a crop: its number of cells per side, its side divided by the side of the box, and the min side of the box in
+# pixels.
 _SIDE, _GROWN, _SHORTEST = 12, 1.5, 4.0
-_NUMBERS = 4 * _SIDE**2 + 3  # numbers per crop: three colours and an edge per cell, and the spread of each colour
+_NUMBERS = 4 * _SIDE**2 + 3  # numbers per crop: three colors and an edge per cell, and the spread of each color
 _TRIES = 60
 PENALTY = 300.0  # L2 penalty on the classifiers' weights
 _BIN_EDGES = np.linspace(-5, 5, 11)  # edges of bins of scores, in logits
@@ -51,7 +54,7 @@ _FEWEST_FINDS = 25  # min finds of a group with equal votes; smaller groups are 
 _FEWEST_EXAMPLES = 25
 # With this weight the error in a model's number of right boxes is 9 of about 800. Without it the error is 13, as large
 # as the difference between two models.
-_OF_FIRST = 200.0  # weight of the first model's shares, in finds, when the shares of a later model are fitted
+_OF_FIRST = 200.0  # weight, counted in finds, of the first model's shares when the shares of a later model are fitted
 
 Floats = NDArray[np.float64]
 Pixels = NDArray[np.float32]
