@@ -72,7 +72,7 @@ class Shortfall(NamedTuple):
 
 
 class Upcoming(NamedTuple):
-    """A micro-batch before its prompts are encoded. It has fields of `MicroBatch`."""
+    """A micro-batch before its prompts are encoded. Its fields mean the same as those of `MicroBatch`."""
 
     samples: tuple[Sample, ...]
     first_req_idx: int

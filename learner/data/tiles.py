@@ -6,9 +6,9 @@ at least 35% of its area in the tile is a label, cut at the border. For any othe
 ignore region. Tiles overlap by a quarter of a side. So an object that one tile cuts is whole in the next tile, if the
 object is smaller than the overlap. No function has side effects.
 
-A tile has the shape of its photograph, because a model reads shapes worst that it has not learned. A model had learned
-blood cells in photographs of 640 x 480 pixels. In tiles of 400 x 300, 0.87 of its boxes were right, in tiles of 400 x
-400 only 0.36.
+A tile has the shape of its photograph, because a model does badly on shapes that it has not learned. A model had
+learned blood cells in photographs of 640 x 480 pixels. In tiles of 400 x 300, 0.87 of its boxes were right, in tiles of
+400 x 400 only 0.36.
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ def to_pixels(coords: Sequence[float], sides: tuple[float, float], size: tuple[f
 @dataclass(slots=True)
 class _Fit:
     """How well a coordinate unit fits the boxes. `inside`: number of boxes inside their photographs. `across` and
-    `along`: the largest x and the largest y, as fractions of the photograph's width and height."""
+    `along`: the largest x and the largest y. Divided by `side`, they are fractions of the photograph's width and
+    height."""
 
     side: float = 1.0
     inside: int = 0

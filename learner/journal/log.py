@@ -170,7 +170,7 @@ class PhaseClock:
         return seconds
 
 
-SAME_S = 1e-3  # two spans of one lane and name become one if at most this many seconds lie between them
+SAME_S = 1e-3  # two spans of one lane and name become one if fewer seconds than this lie between them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
