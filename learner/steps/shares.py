@@ -107,11 +107,11 @@ class PipelineStoppedError(ProjectError):
 class Bounds:
     """Limits on how far the producer may run ahead."""
 
-    # calls for shares other than the most urgent one start only while fewer packs than this are queued
+    # Calls for shares other than the most urgent one start only while fewer packs than this are queued.
     start_below: int
     keep_at_most: int  # max queued packs; the oldest packs above this number are dropped
     version_window: int  # max syncs between the rollouts of a pack and its learning; older packs are dropped
-    # max updates from a rollout's weights to the step that learns the rollout; None: no limit
+    # Max updates from a rollout's weights to the step that learns the rollout; None: no limit.
     max_update_lag: int | None = None
     sync_every: int = 1  # number of shares that are learned as rollouts between two syncs
 

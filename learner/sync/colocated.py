@@ -65,7 +65,7 @@ class EngineDelivery:
         self._prompts = [encoder.for_engine(item.sample) for item in canary.items]
         # Pixels are compared too, because different pixels on the two sides cause no error by themselves.
         self._same = PromptCheck(image_processing=encoder.image_processing)
-        # scores that the learner has begun to compute for the running sync
+        # Scores that the learner has begun to compute for the running sync.
         self._learner: dict[Mode, CanaryScores] = {}
         self._parts: dict[str, float] = {}  # seconds of each part of the running sync
 

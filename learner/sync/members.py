@@ -145,7 +145,8 @@ class ReturnWatch:
     def __init__(self, backend: ServerBackend, check: CheckServer | None = None) -> None:
         self._backend, self._check = backend, check
         self.fit: set[str] = set()  # ids of the server processes that have passed `check`
-        # base_url -> reason why the server cannot join; "": no reason is known, so it may become ready
+        # Keys are URLs. A value is the reason why the server cannot join; "": no reason is known, so it may become
+        # ready.
         self._unfit: dict[str, str] = {}
         self._followed: dict[str, float] = {}  # base_url -> time (`awake_s`) of the next try
         self._ready: frozenset[str] = frozenset()

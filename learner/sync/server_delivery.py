@@ -110,7 +110,7 @@ class ServerDelivery:
         self._deadline = Deadline(0.0)  # deadline for reaching as many servers as this sync needs
         self._parts: dict[str, float] = {}  # seconds that each part of this sync took
         self._learner: dict[tuple[torch.dtype | None, Mode], CanaryScores] = {}  # the learner's scores for this sync
-        # number of syncs for which the learner computed scores
+        # Number of syncs for which the learner computed scores.
         self._num_scored: Counter[tuple[torch.dtype | None, Mode]] = Counter()
 
     def together(self, work: Callable[[], T]) -> T:

@@ -7,11 +7,12 @@ order of the training loop:
 
 1. `read_fields` reads JSONL like the project's own rows, with `fields` instead of `objects`.
 2. `parse`: strict, no repair. A pair is *valid* if key and value are JSON strings with text, and the key is new.
-   Other pairs are dropped with a reason, and reading goes on after them. Reading stops where no next pair can be read.
+   Other pairs are dropped with a reason, and reading goes on after them. Reading stops at text that cannot be read as a
+   pair.
 3. `match`: by key. A pair is *right* if the document has the key with exactly this value, *wrong* if the document has
    another value, and *extra* if the document does not have the key.
-4. `target`: the answer's right pairs up to its first entry that is not right, then every missing pair in the document's
-   order, the closing brace and EOS. The model's own tokens have weight 0, the rest weight 1. So no wrong pair stands
+4. `target`: the answer's right pairs up to the first entry that is not right, then every missing pair in the document's
+   order, the closing brace and EOS. The model's own tokens have weight 0, all others weight 1. So no wrong pair stands
    before the tokens that are taught. If all pairs are right, only the end is taught.
 5. `evaluate`: F1 over pairs.
 
@@ -254,8 +255,8 @@ def _cut(parsed: ParsedFields, kept: int) -> tuple[int, str, int]:
     """Return three values: the number of prefix tokens with the first `kept` entries, the text with which the tail
     begins, and the number of kept entries.
 
-    A token may hold a pair's end and the text after it. Then the prefix ends before that token, and the tail repeats
-    the pair's last bytes. If these bytes are not whole characters, one pair less is kept.
+    A token may hold a pair's end and some text after the pair. Then the prefix ends before that token, and the tail
+    repeats the pair's last bytes. If these bytes are not whole characters, one pair less is kept.
     """
     text = parsed.text
     while kept:

@@ -15,7 +15,8 @@ from learner.extensions import Answer, PrefixRewards, Reward, Task, Tokenizer, w
 from learner.records import Rollout
 from shared.errors import RewardError
 
-SCORED = "scored"  # key for the number of rollouts with rewards, by which sums are divided
+# Key for the number of rollouts with rewards. Sums are divided by this number.
+SCORED = "scored"
 TOTAL = "rewarded"  # key for the weighted rewards, added up over rollouts
 PREFIX = "reward/"
 

@@ -1,7 +1,7 @@
 """Checks a sample's labels and weights, and joins prompt and target into a segment, for all tasks.
 
 In: a `Target`, or a text's tokens. Out: a checked `Segment`. Invariants: `labels[i] == -100` exactly if
-`loss_weights[i] == 0`. Every supervised token is in the assistant span, after a token that predicts it.
+`loss_weights[i] == 0`. Every supervised token is in the assistant span, and a token before it predicts it.
 `check_supervision` checks this when a segment is built, and before it is learned (`policy/packed.py`). No side effects.
 """
 

@@ -1,17 +1,17 @@
 """Maps tokens to bytes, so that a model's own token ids can be read as text, and encodes long texts fast.
 
 `TokenPieces`. In: token ids. Out: their joined bytes, and where each token ends. A byte-level BPE token may hold part
-of a UTF-8 character, so text stays bytes, and only the objects' names are decoded to `str`. The bytes of all tokens met
-so far are kept in arrays indexed by token id, so that one array lookup gives a whole answer. Encodings of short texts
-are cached.
+of a UTF-8 character, so text stays bytes, and only the objects' names are decoded to `str`. The bytes of all tokens
+seen so far are kept in arrays indexed by token id, so that one array lookup gives the bytes of a whole answer.
+Encodings of short texts are cached.
 
 `TokenBoundaries` encodes long texts by joining encoded parts, which often repeat. It cuts a text only where no token
 can cross the cut. In: a tokenizer's encoding, its added tokens and its vocabulary. Out: the ids of the whole text, or
-None if it cannot be cut safely. Tokenizers split at an added token `<|...|>` first, so the text between two added
+None if the text cannot be cut safely. Tokenizers split at an added token `<|...|>` first, so the text between two added
 tokens always has the same tokens. A coordinate in digits stands between one of `[ ,` and one of `,]`. If no token has a
-digit beside such a character, no token crosses the number's ends. A pre-tokenizer may still split the text between two
-numbers by their digits. So that text is encoded with a digit on either side, and used only if these digits are separate
-tokens.
+digit beside such a character, no token crosses the number's ends. But how a pre-tokenizer splits the text between two
+numbers may depend on their digits. So this text is encoded with a digit on either side, and used only if these digits
+are separate tokens.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class TokenBoundaries:
         self._between = lru_cache(maxsize=_CACHED_PARTS)(partial(_encode_between, encode, self.numbers))
 
     def encode(self, text: str) -> list[int] | None:
-        parts = self._cut.split(text)  # in turn: text between, added token or None, number or None
+        # `parts` repeats three items: the text before a cut, the added token or None, the number or None.
+        parts = self._cut.split(text)
         if len(parts) == 1:
             return None
         ids: list[int] = []
@@ -107,8 +108,8 @@ def _splitting_tokens(added: Mapping[int, object]) -> dict[str, int]:
         str(token): token_id
         for token_id, token in added.items()
         if re.fullmatch(_ADDED_TOKEN, str(token))
-        # A token with one of these traits is left out: it is searched in normalized text, includes the blanks beside
-        # it, or is found in whole words only.
+        # A token with one of these traits is left out: it is searched in normalized text, it takes the blanks beside
+        # it, or it is found in whole words only.
         and not any(getattr(token, trait, True) for trait in ("normalized", "lstrip", "rstrip", "single_word"))
     }
 
@@ -165,8 +166,8 @@ class TokenPieces:
         # collection.
         self._encode = partial(_encode, tokenizer, _encoder_of(backend))
         self.encode = lru_cache(maxsize=_CACHED_ENCODINGS)(self._encode)
-        # By token id (the last entry is for larger ids): the length of its bytes, and their offset in `_bytes`, which
-        # has the bytes of all tokens seen so far.
+        # `_bytes` has the bytes of all tokens seen so far. These arrays give, by token id, the number of a token's
+        # bytes and their offset in `_bytes`. The last entry is for all larger ids.
         self._lengths = np.full(_MAX_VOCABULARY + 1, _NOT_MET, dtype=np.int64)
         self._begins = np.zeros(_MAX_VOCABULARY + 1, dtype=np.int64)
         self._bytes = np.empty(0, dtype=np.uint8)
@@ -204,8 +205,8 @@ class TokenPieces:
             self._lengths[new] = lengths
 
     def encode_long(self, text: str) -> list[int]:
-        """Return the token ids of `text`, as `encode` does. Meant for long texts, which rarely repeat as a whole: the
-        ids of their parts are cached."""
+        """Return the token ids of `text`, as `encode` does. It is for long texts, which rarely repeat as a whole, so
+        the ids of their parts are cached."""
         ids = self.boundaries.encode(text)
         return list(self._encode(text)) if ids is None else ids
 

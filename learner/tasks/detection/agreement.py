@@ -1,7 +1,7 @@
 """Clusters boxes on which several answers to one sample agree.
 
-In: the objects of K answers. Out: every object in exactly one cluster. A cluster has at most one object of each answer,
-so its votes are the answers that have the object. No side effects; IoU is exact.
+In: the objects of K answers. Out: every object in exactly one cluster. A cluster has at most one object of each answer.
+Its votes are the number of answers that have the object. No side effects; IoU is exact.
 
 Two clusters are joined if no answer has objects in both, and the mean IoU between their objects is at least `SAME_IOU`.
 Pairs with the same name are joined first, then pairs with different names; in both groups the highest IoU goes first.
@@ -41,8 +41,8 @@ class Cluster:
     """Objects of different answers that are taken for one object. `members` are sorted by answer; there is at least
     one, and at most one per answer.
 
-    `object` has the most frequent name (of equally frequent names, the first answer's) and the median of the boxes. If
-    a member is a polygon, `object` has the geometry of the member that overlaps the others most.
+    `object` has the most frequent name (of equally frequent names, the one in the first answer) and the median of the
+    boxes. If a member is a polygon, `object` has the geometry of the member that overlaps the others most.
     """
 
     members: tuple[ClusterMember, ...]

@@ -1,9 +1,10 @@
 """Computes bootstrap intervals of COCO's AP, and of the difference in AP between two detectors on the same draws.
 
 Samples are drawn. A sample is one image, or several images that are drawn together. COCO's matches do not depend on
-other images, so they are made once (pycocotools). A draw weights each sample by how often it was drawn. pycocotools
-gives the same result for a set with as many copies of each sample as were drawn. Copies of a box have equal scores, so
-they are neighbours in the ranking. The two differ only if two boxes in one image have equal scores. No side effects.
+other images, so they are made once (pycocotools). A draw weights each sample by how often it was drawn. This gives the
+same result as pycocotools with one copy of a sample for each time that it was drawn, because copies of a box have equal
+scores and are neighbours in the ranking. The results differ only if two boxes in one image have equal scores. No side
+effects.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class RankedBoxes:
     name: str
     scores: NDArray[np.float64]  # [D]
     images: NDArray[np.int64]  # [D] index of each box's sample
-    right: NDArray[np.bool_]  # [T, D] True: the box is matched with an object at this threshold
-    wrong: NDArray[np.bool_]  # [T, D] True: it is matched with no object and with no ignore region
+    right: NDArray[np.bool_]  # [T, D] True: at this threshold the box is matched with an object
+    wrong: NDArray[np.bool_]  # [T, D] True: at this threshold the box is matched with no object and no ignore region
     truth: NDArray[np.float64]  # [samples] number of objects in each sample, without ignore regions
 
 

@@ -1,6 +1,7 @@
 """Converts boxes and polygons from pixels to bins and back, checks them, and sorts them in canonical order.
 
-No side effects, no arrays, and quick to import, because `--check` uses it. Areas and IoU are in `geometry.py`.
+This module has no side effects, uses no arrays, and is quick to import, because `--check` uses it. Areas and IoU are in
+`geometry.py`.
 """
 
 from __future__ import annotations

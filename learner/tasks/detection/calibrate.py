@@ -1,15 +1,15 @@
 """Fits a `Calibration`, which gives boxes their scores, and measures how good the scores are.
 
-Candidates (boxes in validation images, with features) are taken in order of falling score. A candidate is right if the
-boxes taken so far match one more object with it than without it, at IoU 0.5 (`gains` in `match.py`). So at every
-threshold, the right boxes are the true positives of F1. A candidate in an ignore region that matches no object is left
-out. scipy's L-BFGS minimises the log loss plus a penalty. The images are cut into 5 parts, and each part gets scores
-from a fit to the other four. The factor of `PENALTIES` with the least log loss of these held-out scores is used. The
-held-out scores also give the threshold and the measured quality (`auc`, `ece`).
+Candidates (boxes in validation images, with features) are taken in order of falling score. A candidate is right if it
+lets the boxes taken so far match one more object, at IoU 0.5 (`gains` in `match.py`). So at every threshold, the right
+boxes are the true positives of F1. A candidate in an ignore region that matches no object is left out. scipy's L-BFGS
+minimises the log loss plus a penalty. The images are cut into 5 parts, and each part gets scores from a fit to the
+other four. These held-out scores choose the factor of `PENALTIES`: the one with the least log loss. They also give the
+threshold and the measured quality (`auc`, `ece`).
 
 `auc` is the probability that a right box has a higher score than a wrong one. `ece` is the expected calibration error
-(Guo et al. 2017). The scores are put into ten bins of equal width. Per bin the distance between mean score and share of
-right boxes is taken; `ece` is their mean, weighted by the number of boxes. No side effects.
+(Guo et al. 2017). The scores are put into ten bins of equal width. In each bin, the error is the distance between the
+mean score and the fraction of right boxes. `ece` is the mean error, weighted by the number of boxes. No side effects.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from learner.tasks.detection.scores import (
 )
 from shared.errors import DataError
 
-PENALTIES = (10.0, 3.0, 1.0, 0.3)  # factors of the squared weights in the loss; the best on held-out images is used
+PENALTIES = (10.0, 3.0, 1.0, 0.3)  # factors of the squared weights in the loss; held-out images choose the best one
 FOLDS = 5
 BINS = 10
 NUM_KNOTS = 5  # knots of each feature's piecewise linear function
@@ -45,7 +45,7 @@ FEWEST_IMAGES, FEWEST_BOXES = 5, 30
 Floats = NDArray[np.float64]
 
 # A fit multiplies small matrices thousands of times. Beside other programs, several BLAS threads mostly wait for each
-# other: they take 53 s for what one thread does in 6 s (two cores, four busy programs).
+# other: several threads took 53 s, and one thread took 6 s (two cores, four busy programs).
 _one_thread = threadpool_limits.wrap(limits=1, user_api="blas")
 
 
@@ -66,7 +66,7 @@ class Boxes:
 
     features: Floats  # [N, len(FEATURES)]
     names: list[str]
-    images: NDArray[np.int64]  # [N] index of each box's image
+    images: NDArray[np.int64]  # [N] the index of each box's image
     overlaps: list[Overlaps]  # one per image
     num_truth: int
     gains: Gains
@@ -256,8 +256,8 @@ def ece(right: Floats, scores: Floats, num_bins: int = BINS) -> float:
 
 
 def best_threshold(found: Gains, scores: Floats, num_truth: int) -> float:
-    """Return the score threshold with the largest F1, halfway between the lowest score that passes it and the next
-    lower one."""
+    """Return the score threshold with the largest F1. It is halfway between the lowest score that passes and the next
+    lower score."""
     if not len(scores):
         return 0.0
     order = np.argsort(-scores, kind="stable")

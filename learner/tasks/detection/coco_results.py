@@ -26,7 +26,7 @@ class FoundBox(NamedTuple):
 
 def image_id(sample_id: str) -> int | str:
     """Return a sample's id as a number if it is one, because COCO's ids are numbers; else unchanged."""
-    # As a number, an id such as 007 would lose its zeros.
+    # An id such as 007 would lose its zeros if it became a number.
     is_number = sample_id.isascii() and sample_id.isdigit() and str(int(sample_id)) == sample_id
     return int(sample_id) if is_number else sample_id
 

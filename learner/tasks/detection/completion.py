@@ -2,30 +2,31 @@
 
 In: a sample, and the objects of K answers to it, drawn from the model. Out: the sample with more labels.
 
-1. The objects are clustered, at most one per answer (`agreement`). A cluster's votes are the answers that have it.
+1. The objects are clustered (`agreement`). A cluster has at most one object per answer, and its votes are the number of
+   answers that have an object in it.
 2. A cluster *confirms* a label if both have the same name and IoU >= 0.5, one-to-one. It *contradicts* a label if it
    overlaps the label without confirming it. It is *free* if it overlaps no label. Clusters in ignore regions are left
    out. A free cluster that overlaps another free cluster with more votes *repeats* it, and is not counted.
 3. Free clusters become labels if they have at least `min_votes` votes, or if they are probably right (`probable`). A
    completed label keeps its votes.
 
-Both rules need an estimate of how often free clusters are right. `gaps.py` makes it from the pixels. If it cannot, the
-estimate comes from votes, which is correct for labels that are missing at random. Over all samples, let c clusters with
-v votes confirm labels, d contradict labels, and f be free:
+Both rules need an estimate of how often free clusters are right. `gaps.py` makes the estimate from the pixels. If that
+is not possible, the estimate comes from votes; it is then correct for labels that are missing at random. Over all
+samples, let c clusters with v votes confirm labels, d contradict labels, and f be free:
 
     at labelled places     p = c / (c + d)                 name and box are right
     elsewhere              s = min(1, r (c + d) / f)       there is an object
     precision of v votes   p s
 
 r is the number of objects without a label per labelled object. If labels are missing at random, unlabelled objects get
-v votes as often as labelled ones, so f is r (c + d) plus the boxes that the model invents. A few clusters with many
-votes may be chance. So r is f / (c + d) over the clusters with the most votes. Lower numbers of votes are included
-until `ENOUGH` of the clusters are near labels, but no number below about half of the answers. Invented boxes are rarer
-among clusters with more votes. So p and s do not fall with v, and they are fitted under this condition (`not_falling`).
-This removes most of the noise of small counts. The product p s is an upper bound: boxes that the model invents as
-surely as it finds real objects look like real ones. `auto` takes the number of votes for which most labels are gained:
-the estimated number of right labels minus the estimated number of wrong ones. Nothing is completed if complete labels
-could have given the same clusters.
+v votes as often as labelled ones, so f is r (c + d) plus the boxes that the model invents. So r is f / (c + d) over the
+clusters with the most votes. Because a few clusters may be chance, lower numbers of votes are included until `ENOUGH`
+of the clusters are near labels, but no number below about half of the answers. Invented boxes are rarer among clusters
+with more votes. So p and s do not fall with v, and they are fitted under this condition (`not_falling`). This removes
+most of the noise of small counts. The product p s is an upper bound, because a box that the model invents with many
+votes counts as a real object. `auto` takes the number of votes with the largest gain: the estimated number of right
+labels minus the estimated number of wrong ones. Nothing is completed if complete labels could have given the same
+clusters.
 
 Invariants: labels are not changed. No two completed labels overlap, and none overlaps a label or an ignore region.
 Objects stay in canonical order. No side effects.
@@ -51,9 +52,9 @@ from learner.tasks.detection.match import Overlaps
 OVERLAP = 0.3  # min IoU of two boxes that are taken for the same object
 MIN_CLUSTERS = 20  # min clusters that overlap labels; fewer give no estimate
 ENOUGH = 150  # min number of clusters that overlap labels from which r (see the module) is computed
-# For complete labels the estimated share was at most 0.05. For labels of which 40% were removed it was at least 0.38.
-MISSING = 0.10  # share of the objects without a label; above it labels are reported to have gaps
-MIN_MISSING = 0.02  # share of the objects without a label; below it nothing is completed
+# For complete labels the estimate was at most 0.05. For labels of which 40% were removed it was at least 0.38.
+MISSING = 0.10  # if more than this fraction of the objects has no label, labels are reported to have gaps
+MIN_MISSING = 0.02  # if less than this fraction of the objects has no label, nothing is completed
 
 Relation = Literal["confirms", "contradicts", "free", "repeats"]
 _COLUMNS: tuple[Relation, ...] = ("confirms", "contradicts", "free")
@@ -117,8 +118,8 @@ def _relations(overlaps: Overlaps) -> list[Relation]:
 
 
 def tally(found: Sequence[LabelCandidate], num_answers: int) -> Tally:
-    """Count clusters by votes and relation. A cluster may contradict a label that another cluster confirms, and both
-    count, because an answer may have a right box and a wrong one at a label."""
+    """Count clusters by votes and relation. An answer may have a right box and a wrong box at one label. So a cluster
+    may contradict a label that another cluster confirms, and both clusters count."""
     counts = np.zeros((num_answers + 1, len(_COLUMNS)), dtype=np.int64)
     for one in found:
         if one.relation in _COLUMNS:
@@ -132,18 +133,19 @@ def tally(found: Sequence[LabelCandidate], num_answers: int) -> Tally:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionEstimate:
     """The quality that completed labels would have, estimated without the true objects. In each tuple, entry v - 1 is
-    about v votes, for v from 1 on. `source` says what the estimate is made from; one made from `votes` is correct only
-    if labels are missing at random."""
+    for v votes, from 1 on. `source`: what the estimate is made from. An estimate from `votes` is correct only if labels
+    are missing at random."""
 
     min_votes: int | None  # min votes of a cluster that becomes a label; None: no labels are added, see `why`
     why: str
     missing: float | None  # share of the objects without a label; None: not known
     recall: tuple[float, ...]  # share of the labels that are confirmed by a cluster with at least v votes
-    precision: tuple[float, ...]  # of the clusters without a label with exactly v votes, the share that is right
+    precision: tuple[float, ...]  # fraction of right ones among the clusters without a label that have exactly v votes
     free: tuple[int, ...]  # number of clusters without a label with exactly v votes
     source: Source = "votes"
     auc: float | None = None  # how well pixels separate right from wrong examples at labels; None: not tried
-    may_be_complete: bool = False  # True if the surest clusters without a label may be invented
+    # True if labels may be complete: even the clusters without a label that have the most votes may be invented.
+    may_be_complete: bool = False
     not_random: str = ""  # the sign that labels are not missing at random, as a sentence; empty: there is no sign
 
     @property
@@ -177,7 +179,8 @@ class CompletionEstimate:
             "appearance": "estimate from the photographs",
             "audit": "estimate from the photographs and the audit",
         }[self.source]
-        # From votes, invented boxes count as missing labels too. From pixels, only objects that were found count.
+        # An estimate from votes counts invented boxes as missing labels too. An estimate from pixels counts only
+        # objects that were found.
         most = "at most" if self.source == "votes" else "at least"
         told = (
             f"; {made}: about {right:.0%} of these are right, and {most} {self.missing:.0%} of the objects had no label"
@@ -224,7 +227,7 @@ Counts = NDArray[np.float64]  # [K], one value for each number of votes, 1 to K
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fit:
     missing: float  # upper bound of the share of the objects without a label
-    surest: tuple[float, float]  # (clusters without a label, all clusters) among the clusters with the most votes
+    surest: tuple[float, float]  # among the clusters with the most votes: (number without a label, number of all)
     precision: Counts  # probability that a cluster without a label is right: p s in the module's docstring
 
 

@@ -3,12 +3,12 @@
 In: samples, clusters of the answers to them (`completion.candidates`), and the pixels of labels and of clusters without
 a label (`appearance`). Out: a `CompletionEstimate`, and the clusters with their probabilities.
 
-Pixels give the best estimate, for any kind of gap. They say how probably a box is on an object. The probability that
-its name is right comes from clusters at labels: the share of right names among those with as many votes and equal
+Pixels give the best estimate, for any kind of gap: they show how probably a box is on an object. The probability that
+its name is right comes from clusters at labels: the fraction of right names among clusters with as many votes and equal
 agreement. If labels are too few, or a classifier cannot separate objects from their surroundings, only votes are left.
 Votes are misleading if labels are not missing at random, because a model that learned labels has learned their gaps
-(D22). Two signs show that labels are not missing at random. Both are looked for among clusters that half of the answers
-have:
+(D22). Two signs show that labels are not missing at random. Both signs are searched among clusters that half of the
+answers have:
 
     features        a logistic regression separates clusters without a label from those with one, by border, size,
                     shape, place and class, on held-out photographs
@@ -42,12 +42,14 @@ from learner.tasks.detection.completion import (
 )
 from learner.tasks.detection.geometry import iou_matrix
 
-# On photographs of cells this minimum gains 577 labels (right labels minus wrong labels). A min number of votes instead
-# gains at most 496.
+# On photographs of cells this minimum gains 577 labels (right labels minus wrong labels). Without it, a min number of
+# votes gains at most 496.
 PROBABLE = 0.5  # min probability of a new label; less probable labels harm more than they help
-_FEWEST = 20  # min clusters with a label, and min clusters without; with fewer it is not tested if gaps are random
+# Min clusters with a label, and min clusters without a label. With fewer it is not tested whether gaps are random.
+_FEWEST = 20
 _AUC, _CHANCE = 0.6, 0.001  # gaps depend on a box's features if AUC > `_AUC` and p-value < `_CHANCE`
-_SPREAD, _SPREAD_CHANCE = 1.8, 0.001  # gaps depend on the photograph if chi2 / degrees > `_SPREAD` and p is smaller
+# Gaps depend on the photograph if chi2 / degrees of freedom > `_SPREAD` and p-value < `_SPREAD_CHANCE`.
+_SPREAD, _SPREAD_CHANCE = 1.8, 0.001
 _BORDER = 12.5  # bins; a box nearer than this to the photograph's border touches it
 _PENALTY = 3.0
 
@@ -100,9 +102,10 @@ def estimate_gaps(
 
 def right_names(samples: Sequence[Sample], found: Found, num_answers: int) -> Callable[[LabelCandidate], float]:
     """Return a function. For a cluster it gives the probability of a right name, if the place is right. This is the
-    share of right names among clusters at labels with as many votes. Clusters whose answers all give one name are
-    counted apart from the others. The probability does not fall with more votes."""
-    right, whole = np.zeros((2, num_answers)), np.zeros((2, num_answers))  # [0: one name, 1: several; votes - 1]
+    fraction of right names among clusters at labels with as many votes. Clusters whose answers all give one name are
+    counted separately. The probability does not fall with more votes."""
+    # First index: 0 for one name, 1 for several; second index: votes - 1
+    right, whole = np.zeros((2, num_answers)), np.zeros((2, num_answers))
     for sample, own in zip(samples, found, strict=True):
         near = [one for one in own if one.relation in ("confirms", "contradicts")]
         for one, overlaps in zip(near, iou_matrix([one.object for one in near], sample.objects), strict=True):
@@ -112,7 +115,8 @@ def right_names(samples: Sequence[Sample], found: Found, num_answers: int) -> Ca
                 right[at] += sample.objects[overlaps.argmax()].desc == one.object.desc
     overall = (right.sum() + 1) / (whole.sum() + 1)
     pooled = [not_falling(*parts) for parts in zip(right, whole, strict=True)]
-    shares = [(parts + overall) / (wholes + 1) for parts, wholes in pooled]  # with few examples, near the overall share
+    # With few examples, a value is near the overall one
+    shares = [(parts + overall) / (wholes + 1) for parts, wholes in pooled]
     return lambda one: float(shares[len(one.names) > 1][one.votes - 1])
 
 
@@ -140,9 +144,9 @@ def _by_probabilities(known: CompletionEstimate, found: Found, num_labels: int, 
             if one.probability is not None:
                 right[one.votes - 1] += one.probability
     precision = right / np.maximum(free, 1)
-    # `may_be_complete` can be wrong: annotators may have labelled just the objects that a model finds most surely.
-    # Where labels were complete, the estimate from pixels was that at most 0.34 of the surest clusters without a label
-    # are right.
+    # `may_be_complete` can be wrong, because annotators may have labelled just the objects that a model finds most
+    # surely. With complete labels, pixels gave an estimate of at most 0.34 right ones among the surest clusters without
+    # a label.
     sure = slice((len(free) - 1) // 2, None)
     is_complete = known.may_be_complete and not (
         free[sure].sum() >= _FEWEST and right[sure].sum() > free[sure].sum() / 2

@@ -3,21 +3,21 @@
 In: an `Assignment`, and the tokens of its prefix with the token after it. Out: positions of supervised tokens, and
 their labels. No side effects.
 
-The rule is the same for both spellings of coordinates (one coordinate token, or digits). The predicted and the true
-number are compared token by token. As long as the tokens are equal, each token is its own label. At the first
-difference the label is the true number's token. The rest of the predicted number is masked. A coordinate token is a
-number of one token, so its label is the true token. One token may hold digits and also brackets, commas or spaces
-(`spelling.py`). If the true number is longer (`123,` instead of `12,`), the first difference may be at the token after
-the predicted number. That token may already belong to the tail. If a token holds parts of two numbers, it gets the
-first number's label. A matched pair is not supervised if its kinds of geometry differ, or if its polygons have
-different numbers of points. All numbers of an answer are labelled in one call, because there are hundreds.
+The rule is the same for both spellings of coordinates (one coordinate token, or digits). The predicted number and the
+true number are compared token by token. Up to the first difference each token is its own label. At the first difference
+the label is the true number's token. The rest of the predicted number is masked. A coordinate token is a number of one
+token, so its label is the true token. One token may hold digits and also brackets, commas or spaces (`spelling.py`). If
+the true number is longer (`123,` instead of `12,`), the first difference may be at the token after the predicted
+number. This token may already belong to the tail. If a token holds parts of two numbers, it gets the first number's
+label. A matched pair is not supervised if its kinds of geometry differ, or if its polygons have different numbers of
+points. All numbers of an answer are labelled in one call, because there are hundreds.
 
 Descriptions (`loss.matched_desc_weight`). Matching uses IoU alone, so a prediction in the right place may have the
 wrong name. The prefix's text has weight 0 in the loss on Y_train, so wrong names are corrected only with this key. The
-rule is the one for numbers: tokens are their own labels up to the first difference, where the label is the true token.
-The rest is masked. A token that holds any byte of the description belongs to it. If the true description is longer, the
-first difference may be at the token after the description. The tokenizer may split the description's text into other
-tokens than the rollout's. Then the whole description is masked.
+rule for numbers also holds for names: tokens are their own labels up to the first difference, where the label is the
+true token. The rest is masked. A token that holds any byte of the description belongs to it. If the true description is
+longer, the first difference may be at the token after the description. The tokenizer may split the description's text
+into other tokens than the rollout's. Then the whole description is masked.
 """
 
 from __future__ import annotations

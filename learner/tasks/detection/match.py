@@ -1,12 +1,12 @@
 """Matches predictions to ground truth, for training and for every score except COCO's AP.
 
-Matches are one-to-one (Hungarian). A pair is allowed if its IoU is at least a threshold, and its names are equal where
-names count. Among all assignments of allowed pairs, one with the most pairs is chosen. If several have the most pairs,
-the one with the largest total IoU is chosen.
+Matches are one-to-one (Hungarian). A pair is allowed if its IoU is at least a threshold and, where names count, its
+names are equal. Among all assignments of allowed pairs, one with the most pairs is chosen. If several have the most
+pairs, the one with the largest total IoU is chosen.
 
-A prediction without a pair is not counted, neither as right nor as wrong, if it lies in an ignore region
-(`Sample.ignored`) of its class. It lies there if the part of its area in the region is at least the threshold. This is
-COCO's rule for crowds. No side effects.
+A prediction without a pair counts neither as right nor as wrong if it lies in an ignore region (`Sample.ignored`) of
+its class: the part of its area in the region is at least the threshold. This is COCO's rule for crowds. No side
+effects.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def assign(iou: Floats, feasible: NDArray[np.bool_]) -> list[tuple[int, int, flo
     rows, cols = np.nonzero(feasible)
     # If no row and no column has two feasible pairs, all of them are taken, and the solver is not needed.
     if len(set(rows.tolist())) < len(rows) or len(set(cols.tolist())) < len(cols):
-        # The constant is above any sum of IoUs, so one more pair always wins. Value 0 is as good as no pair.
+        # The added constant is above any sum of IoUs, so one more pair always wins. A value of 0 is as good as no pair.
         rows, cols = linear_sum_assignment(np.where(feasible, iou + (1 + min(iou.shape)), 0.0), maximize=True)
         chosen = feasible[rows, cols]
         rows, cols = rows[chosen], cols[chosen]
@@ -107,9 +107,9 @@ def assign(iou: Floats, feasible: NDArray[np.bool_]) -> list[tuple[int, int, flo
 
 
 class Gains(NamedTuple):
-    """What each of N predictions adds to two counts, if predictions are added in the order of falling scores. So the
-    predictions with a score of at least s have `right[scores >= s].sum()` pairs, and `judged[scores >= s].sum()` of
-    them count as right or wrong."""
+    """The contribution of each of N predictions to two counts, if predictions are added in the order of falling scores.
+    So the predictions with a score of at least s have `right[scores >= s].sum()` pairs, and `judged[scores >= s].sum()`
+    of these predictions count as right or wrong."""
 
     right: Floats  # [N] 0 or 1
     judged: Floats  # [N] 0 for a prediction that does not count
@@ -135,15 +135,15 @@ def _gains(one: Overlaps, order: NDArray[np.int64]) -> tuple[Floats, Floats]:
     number = len(order)
     feasible, inside = (one.iou >= RIGHT_IOU) & one.same, one.inside >= RIGHT_IOU
     if (inside & feasible.any(axis=1)).any():
-        # A prediction in an ignore region can also pair with an object. IoU decides whether it or another prediction
-        # has that pair, so the first k predictions are matched anew for each k.
+        # A prediction in an ignore region can also pair with an object. IoU decides whether this or another prediction
+        # gets the pair, so the first k predictions are matched anew for each k.
         matches = [one.rows(np.sort(order[:k])).match() for k in range(number + 1)]
         counts = np.array([(len(found.pairs), found.num_judged) for found in matches], dtype=float)
         steps = np.empty((number, 2))
         steps[order] = np.diff(counts, axis=0)
         return steps[:, 0], steps[:, 1]
-    # The sets of predictions that can all have a pair are a matroid. So a set of largest weight has the most pairs
-    # among the first k predictions, for every k, if weights fall with the order (Edmonds 1971).
+    # The sets of predictions that can all have a pair are a matroid. So if weights fall with the order, a set of
+    # largest weight has the most pairs among the first k predictions, for every k (Edmonds 1971).
     weights = np.empty(number)
     weights[order] = np.arange(number, 0, -1)
     right = np.zeros(number)

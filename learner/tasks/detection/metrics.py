@@ -5,9 +5,9 @@ computed from column sums (a micro average over the whole set), so rows of sever
 Predictions and labels are matched anew, because the matches of training ignore descriptions. Each IoU threshold has two
 matchings: among pairs with the same description (`tp`), and among all pairs (`tp_any`).
 
-Ignore regions (`Sample.ignored`). A prediction is not counted, neither as right nor as wrong, if it matches no object
-and lies in an ignore region of its class. It lies there if the part of its area in the region is at least the IoU
-threshold. This is COCO's rule for crowds.
+Ignore regions (`Sample.ignored`). A prediction counts neither as right nor as wrong if it matches no object and lies in
+an ignore region of its class: the part of its area in the region is at least the IoU threshold. This is COCO's rule for
+crowds.
 
 Metrics by name. A true positive needs IoU >= t *and* the same description; `*_any` ignore descriptions. A ratio with
 denominator 0 is 0.
@@ -26,8 +26,8 @@ denominator 0 is 0.
     objects_per_rollout, truth_per_sample valid predictions, ground-truth objects
     drop/<reason>                         dropped objects per rollout, by reason
 
-`fm@0.5` (Fowlkes & Mallows 1983) is for validation labels with random gaps. If a share m of the labels is missing at
-random, the measured recall is correct, and the measured precision is 1 - m times the true one. So `fm@0.5` is
+`fm@0.5` (Fowlkes & Mallows 1983) is for validation labels with random gaps. If the fraction m of the labels is missing
+at random, the measured recall is correct, and the measured precision is 1 - m times the true precision. So `fm@0.5` is
 sqrt(1 - m) times its true value for every model, and the ranking of models is correct. F1's ranking is not: the more
 labels are missing, the more F1 favors models that detect few objects. If labels are missing by place, size or class,
 both metrics favor models that leave out the same objects. Lee & Liu (2003) choose by recall^2 / (fraction of positive
@@ -63,7 +63,7 @@ from learner.tasks.detection.grammar import NUM_BINS
 from learner.tasks.detection.match import Overlaps
 from shared.errors import DataError
 
-THRESHOLDS = tuple(t / 100 for t in range(50, 100, 5))  # IoU, 0.50 to 0.95
+THRESHOLDS = tuple(t / 100 for t in range(50, 100, 5))  # IoU thresholds, 0.50 to 0.95
 DUPLICATE_IOU = 0.9
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 COLUMNS = (
@@ -74,8 +74,8 @@ COLUMNS = (
     *(f"tp_any@{t:.2f}" for t in THRESHOLDS),  # true positives if descriptions are ignored
     *(f"ignored@{t:.2f}" for t in THRESHOLDS),  # predictions in ignore regions that are not true positives
     *(f"ignored_any@{t:.2f}" for t in THRESHOLDS),  # like `ignored`, if descriptions are ignored
-    "iou_sum",  # sum over the true positives at 0.50
-    "duplicates",  # predictions like an earlier one: same description, IoU >= DUPLICATE_IOU
+    "iou_sum",  # sum of IoU over the true positives at 0.50
+    "duplicates",  # predictions that repeat an earlier one: same description, IoU >= DUPLICATE_IOU
     "parsed",  # answers that are one closed container without a dropped object
     "usable",  # answers whose container was opened
     "unclosed",  # answers whose container was not closed
@@ -262,7 +262,8 @@ def _draw_sums(tables: list[CountTable], n: int, seed: int) -> list[NDArray[np.f
 
 
 def draws(num_scenes: int, n: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """Draw scenes with replacement `n` times. Yield how often each draw has each scene, in parts [some, num_scenes]."""
+    """Draw scenes with replacement `n` times. Yield how often each draw has each scene, a few draws at a time: [draws,
+    num_scenes]."""
     rng = np.random.default_rng(seed)
     for begin in range(0, n, _ROWS_AT_ONCE):
         size = min(_ROWS_AT_ONCE, n - begin)
@@ -320,7 +321,8 @@ def coco_matches(assignments: Sequence[Assignment], scores: Sequence[Sequence[fl
     regions = [
         (image, obj._replace(desc=desc))
         for image, obj in _by_image(first, [sample.ignored for sample in samples])
-        # Each of COCO's crowd regions has one class. So a region without a name becomes a crowd region of every class.
+        # A crowd region of COCO has exactly one class. So a region without a name becomes one crowd region for each
+        # class.
         for desc in ([obj.desc] if obj.desc else categories)
         if desc in categories
     ]

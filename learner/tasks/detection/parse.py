@@ -2,17 +2,17 @@
 
 Invariants: the prefix is `response_token_ids[:prefix_length]`, never edited. `tail_opening` is the text with which the
 tail must begin. The prefix and `tail_opening` together end right after a closed object. Every reported object lies
-before that point, and all tokens of its coordinates are in the prefix.
+before the tail, and all tokens of its coordinates are in the prefix.
 
 1. `read_answer` reads the text into entries, one `Entry` per syntactically closed object. An object is *closed* if its
-   brackets balance outside strings. Then text after it can be read, whatever the object holds. Nothing is repaired: a
-   wrong object is dropped with one reason, and reading goes on after it. Within an object, fields are read until the
-   first unreadable one. Reading stops where no next object can be read. The text from there on counts as one object,
-   dropped as `truncated`. The answer ended there, or there is a syntax error between objects (a missing comma, an entry
-   that is not an object, unbalanced brackets).
+   brackets balance outside strings. The text after a closed object can be read, whatever the object holds. Nothing is
+   repaired: a wrong object is dropped with one reason, and reading goes on after it. Within an object, fields are read
+   until the first unreadable one. Reading stops where no next object can be read, because the answer ends or has a
+   syntax error between objects (a missing comma, an entry that is not an object, unbalanced brackets). The rest of the
+   text counts as one object, dropped as `truncated`.
 2. `token_coordinates` or `digit_coordinates` finds all coordinates of the answer at once, in order. Some of them only
-   look like coordinates (digits in a description, a coordinate token between two objects). `classify` uses only those
-   that are numbers of a list which `read_answer` has read.
+   look like coordinates (digits in a description, a coordinate token between two objects). `classify` uses only the
+   numbers of lists that `read_answer` has read.
 3. `classify` decides for every entry whether it is an object, or why it is dropped. An answer has dozens of entries,
    mostly correct boxes, so the corners of all entries are looked up at once. If several reasons apply, the first of
    this list is reported:
@@ -31,8 +31,8 @@ before that point, and all tokens of its coordinates are in the prefix.
 4. The prefix ends after the last closed object. Dropped objects count too, because they stay in the text. One token may
    hold both the end of an object and text after it (`}, "`, `]}}`, `"}]`). Then the prefix ends before that token, and
    `tail_opening` repeats the token's bytes up to the end of the object. This is done only if these bytes are structure:
-   brackets, whitespace, a description's closing quote. If they hold a coordinate or text of the description, the prefix
-   ends at the object before, and later objects are not part of the result.
+   brackets, whitespace, a description's closing quote. If these bytes hold a coordinate or text of the description, the
+   prefix ends at the object before, and later objects are not part of the result.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def digit_coordinates(text: TokenText) -> Coordinates:
     first = text.ends.searchsorted(begins, "right")
     behind = text.ends.searchsorted(ends, "left") + 1
     ones, tens, hundreds = ((digits * is_digit)[ends - place].astype(np.int64) for place in (1, 2, 3))
-    # a number of two digits has no hundreds: the digit before belongs to another number
+    # A number of two digits has no hundreds: the digit before it belongs to another number.
     bins = ones + 10 * tens + 100 * hundreds * (ends - begins > 2)
     slots = CoordSlots(start=first, end=behind, bin=bins, lead=begins - text.starts()[first])
     return Coordinates(slots, begins, ends)
@@ -143,7 +143,7 @@ def read_answer(data: bytes, grammar: Grammar) -> Reading:
     read_usual, add = grammar.usual_pattern.match, reading.entries.append
     follows = b","
     while follows == b",":
-        # One match for a correct entry, and all coordinates found at once, halved the time of parsing.
+        # A correct entry is read by one match, and all coordinates are found at once. This halved the time of parsing.
         usual = read_usual(data, pos)
         if usual:
             number, string, geometry, image, follows = usual.group("number", "desc", "kind", "image", "follows")
@@ -270,7 +270,7 @@ def classify(
         return []
     _, numbers, faults, strings, places, geometries, begins, ends, images = zip(*entries, strict=True)
     first, behind = coordinates.begins.searchsorted(begins), coordinates.ends.searchsorted(ends, "right")
-    num_listed = behind - first  # digits: every coordinate found inside the list is a number of the list
+    num_listed = behind - first  # digits: the number of coordinates found between the list's brackets
     if not grammar.digits:
         num_listed = np.fromiter(map(data.count, repeat(b","), begins, ends), dtype=np.int64, count=len(entries)) + 1
     # numpy's `take` refuses an empty array.
@@ -284,7 +284,7 @@ def classify(
     columns = zip(descs, repeat("bbox_2d"), map(tuple, corners.tolist()), repeat(None), repeat(None), strict=False)
     objects = map(_detection, columns)
     outcomes: list[Outcome] = list(map(_predicted, zip(objects, slots, places, strict=True)))
-    # Most answers have correct boxes only, and then only the others are looked at one by one.
+    # If all entries are boxes without a fault (the usual case), only boxes with wrong numbers are looked at one by one.
     usual = faults.count(None) == geometries.count(b"bbox_2d") == len(entries) and all(descs)
     for i in np.flatnonzero(~boxes).tolist() if usual else range(len(entries)):
         outcomes[i] = faults[i] or _classify(entries[i], int(num_listed[i]), slots[i], coordinates)
@@ -384,8 +384,8 @@ def _dropped(text: TokenText, reading: Reading, outcomes: Sequence[Outcome]) -> 
 
 def _cut(text: TokenText, entries: list[Entry], grammar: Grammar) -> tuple[int, int, str]:
     """Return the number of kept entries, the number of kept tokens, and the text with which the appended tail must
-    begin. If the last token of the last kept entry is cut off, that text is the entry's last bytes. If no entry is
-    kept, it is the container's opener. Else it is ""."""
+    begin. This text is the last bytes of the last kept entry if its last token is cut off, the container's opener if no
+    entry is kept, and "" otherwise."""
     for kept in range(len(entries), 0, -1):
         end = entries[kept - 1][0]
         length = text.tokens_until(end)

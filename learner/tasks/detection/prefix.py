@@ -1,20 +1,20 @@
-"""Chooses the part of an answer that becomes the prefix of Y_train (`loss.prefix_end`). Also gives the place where an
+"""Chooses the part of an answer that becomes the prefix of Y_train (`loss.prefix_end`). Also finds the place where an
 answer should have ended.
 
-    last_object   up to its last complete object: the default Y_train
-    last_match    up to its last prediction that matched. Unmatched predictions after it are replaced by the missed
+    last_object   up to the answer's last complete object: the default Y_train
+    last_match    up to the last prediction that matched. Unmatched predictions after it are replaced by the missed
                   objects or the end
     first_miss    up to the last match at which the k labels matched so far are the first k labels in canonical order.
                   Then the ground truth continues, as in plain teacher forcing, but after text that the model wrote
 
 The prefix is always the rollout's own token ids, and every missed object is appended. If labels are incomplete,
-`first_miss` cuts off objects without a label, and ground truth without them teaches the model to leave them out. With
-`loss.keep_unmatched` these objects stay in their places, without loss.
+`first_miss` cuts off predicted objects that have no label, and the ground truth that follows teaches the model to leave
+them out. With `loss.keep_unmatched` these objects stay in their places, without loss.
 
 `overrun_label` (`loss.overrun_close_weight`) is for answers that continue after they have found every object. The loss
 on Y_train does not teach the model to stop there: unmatched predictions have weight 0, and the closer is taught only
-after them. So such answers become more frequent. The ground truth gives one certain label: the token that would have
-closed the answer at the place where it should have ended.
+after them. So such answers become more frequent. But one label is certain: at the place where the answer should have
+ended, it is the token that would have closed the answer.
 
 In: an `Assignment`. Out: the `Assignment` of the shorter answer, and the unmatched predictions that were cut off; or
 the position where the answer should have ended, and its label. No side effects.

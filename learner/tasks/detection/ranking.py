@@ -4,17 +4,19 @@ In: samples with labels, and each model's boxes. Out: how many boxes of each mod
 number of objects in the photographs.
 
 1. A box is right if it has a label's name and place, one-to-one (IoU >= 0.5). A box is wrong if it is near a label
-   without matching it, or is a second box on one object. Any other box is right with a probability. It comes from the
-   box's pixels (`appearance`) and from the share of right names among the model's boxes at labels. A person's verdicts
-   (`audit`) may correct it. Each model's share of right boxes is shrunk towards the share of the first model, because
-   with a few hundred boxes the error of a share is as large as the difference between models.
-2. The number of objects is not known, because some have no label and no model found them. But it is the same for all
-   models. So F1 = 2 right / (boxes + objects) is computed for a range of objects: from all right boxes of all models to
-   `MOST_OBJECTS` times as many. If the order of two models changes within the range, it is not decided.
+   without matching it, or is a second box on one object. Any other box is right with a probability. This probability
+   comes from the box's pixels (`appearance`) and from the fraction of right names among the model's boxes at labels. A
+   person's verdicts (`audit`) may correct it. Each model's share (the fraction of its other boxes that are right) is
+   shrunk towards the share of the first model, because with a few hundred boxes the error of a share is as large as the
+   difference between models.
+2. The number of objects is not known, because some have no label and no model found them. But this number is the same
+   for all models. So F1 = 2 right / (boxes + objects) is computed for a range of numbers of objects: from the right
+   boxes of all models together to `MOST_OBJECTS` times as many. If the order of two models changes within the range,
+   their order is not decided.
 
-F1 by labels with gaps ranks models wrongly: on blood cells, half of them without a label, it chose one of the worst of
-eleven checkpoints. If labels are few, or objects look like their surroundings, labels with gaps cannot rank models.
-Labels without gaps can rank them by plain F1. No side effects.
+F1 computed by labels with gaps ranks models wrongly: on blood cells, half of them without a label, it chose one of the
+worst of eleven checkpoints. If labels are few, or objects look like their surroundings, labels with gaps cannot rank
+models. Labels without gaps can rank models by plain F1. No side effects.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ from learner.tasks.detection.gaps import right_names
 from learner.tasks.detection.metrics import Interval, interval_of
 
 # On blood cells the true ratio is 1.3.
-MOST_OBJECTS = 2.0  # max number of objects in the photographs, per right box of all models
-GAPS = 0.1  # min ratio of right boxes without a label to labels; from it on, labels count as having gaps
-# With complete labels this share was at most 0.34.
-CREDIBLE = 0.4  # min share of right boxes among the boxes without a label
+MOST_OBJECTS = 2.0  # max number of objects in the photographs, per right box of all models together
+# Labels count as having gaps if there are at least this many right boxes without a label, per label.
+GAPS = 0.1
+# With complete labels this fraction was at most 0.34.
+CREDIBLE = 0.4  # min fraction of right boxes among the boxes without a label
 MOST_SCENES = 300  # max scenes whose pixels are read; more take time and change little
 DRAWS = 2000
 _THREADS = 4
@@ -91,7 +94,7 @@ class GapJudge:
             # All models have the same labels, so their crops and classifiers are made once.
             if self._looks is None:
                 self._looks = Looks(list(pool.map(lambda one: crops_of(one, [], self._open, share), self._samples)))
-            # The share is 0: no crops of labels are read, because they are known already.
+            # With a share of 0, no crops of labels are read, because they are known already.
             boxed = [[one.object for one in own] for own in free]
             finds = list(pool.map(lambda one, own: crops_of(one, own, self._open, 0.0).finds, self._samples, boxed))
         looks = self._looks.judge(finds, [[1] * len(own) for own in free], self.shares or None)

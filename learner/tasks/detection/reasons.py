@@ -16,8 +16,8 @@ from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.grammar import NUM_BINS
 
 NEAR_ZERO = 0.02  # an F1@0.5 below this counts as near 0
-_MOST = 0.5  # least share of the answers, or of the boxes, that a reason must explain
-_WHOLE = 0.8  # a box with at least this share of its image's area is called whole
+_MOST = 0.5  # min fraction of the answers, or of the boxes, that a reason must explain
+_WHOLE = 0.8  # a box with at least this fraction of its image's area is called whole
 _SHOWN = 160  # max characters that are shown of an answer
 
 

@@ -4,14 +4,15 @@ In: an assignment. Only its parsed answer is used, because each reward makes its
 from 0 to 1 by name, larger for better answers.
 
     f1          F1 at IoU 0.5 of objects with the same description
-    f1_miou     mean of F1 at IoU 0.50, 0.55, ..., 0.95, of the same objects
+    f1_miou     mean of F1 at IoU 0.50, 0.55, ..., 0.95, of objects with the same description
     soft_iou    2 x the largest total IoU of one-to-one pairs with the same description / (predictions + truth)
     count       1 - |predictions - truth| / the larger of the two
     class_only  F1 of the descriptions without the boxes; descriptions match only within an image
     format      1 if the answer is one closed container without a dropped object, else 0
 
 Every match is one-to-one, so a duplicate is a false prediction. Predictions in ignore regions that match nothing do not
-count. An empty answer to a scene without objects is right: 1. Formulas are those of `metrics.py`, for one sample.
+count. An empty answer to a scene without objects is right: 1. The formulas are the ones of `metrics.py`, for one
+sample.
 """
 
 from __future__ import annotations

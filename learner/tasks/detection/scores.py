@@ -7,8 +7,8 @@ A candidate is a box of the greedy answer, or a cluster of boxes of drawn answer
 IoU at least 0.5 with an object of the same name. Without a calibration the score only ranks boxes: it rises with the
 probability of their tokens.
 
-A calibration is a logistic regression over piecewise linear features. `calibration.json` beside the weights holds one
-calibration for each K that was measured. No side effects.
+A calibration is a logistic regression over piecewise linear functions of the features. `calibration.json` beside the
+weights has one calibration for each K that was measured. No side effects.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ FEATURES = (
     "rivals",  # the largest share of answers that have an overlapping candidate
 )
 _LEAST = -12.0  # min log-probability of a feature, in nats; lower values are raised to it
-_HALF_NATS = 4.0  # a log-probability of -4 nats gives a score of 0.5 without calibration; as a probability it is 0.02
+# Without a calibration, a log-probability of -4 nats (a probability of 0.02) gives a score of 0.5.
+_HALF_NATS = 4.0
 
 
 class ScoreCandidate(NamedTuple):
@@ -121,9 +122,9 @@ def _votes(cluster: Cluster) -> tuple[bool, int]:
 def _support(
     cluster: Cluster, obj: DetectionObject, told: Sequence[Sequence[ObjectLogprobs]], drawn: int
 ) -> list[float]:
-    """Return how well the answers support the object: the features `greedy` to `coord_least` of FEATURES. They are
-    whether the greedy answer has it, its share of votes, its mean IoU with the drawn boxes, its name's share, and mean
-    log-probabilities of its name and coordinates."""
+    """Return how well the answers support the object: the features `greedy` to `coord_least` of FEATURES. These are:
+    whether the greedy answer has the object, its share of votes, its mean IoU with the drawn boxes, its name's share,
+    and mean log-probabilities of its name and coordinates."""
     in_greedy, votes = _votes(cluster)
     own = [told[m.answer][m.place] for m in cluster.members]
     others = [m.object for m in cluster.members if m.answer]
@@ -134,9 +135,9 @@ def _support(
 
 
 def _shape(obj: DetectionObject) -> list[float]:
-    """Return three features of the object's bounding box, all without a unit: `log_area`, the natural logarithm of its
-    area as a share of the image's; `log_aspect`, the natural logarithm of its width over its height, in bins; `edge`,
-    its distance to the nearest edge as a share of the image's side, 0 at the edge."""
+    """Return three features of the object's bounding box. `log_area`: the natural logarithm of its area, as a fraction
+    of the image's area. `log_aspect`: the natural logarithm of its width over its height, in bins. `edge`: its distance
+    to the nearest edge, as a fraction of the image's side."""
     x1, y1, x2, y2 = bounding_box(obj)
     width, height, last = x2 - x1, y2 - y1, NUM_BINS - 1
     edge = min(x1, y1, last - x2, last - y2) / last
@@ -144,10 +145,10 @@ def _shape(obj: DetectionObject) -> list[float]:
 
 
 def _overlaps(objects: Sequence[DetectionObject], shares: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return three features of each of N candidates of an image [N, 3], each from 0 to 1: `overlap`, the largest IoU
-    with another candidate; `overlap_same`, the same among candidates of its name; `rivals`, the largest of `shares`
-    among the others that it overlaps by an IoU of 0.3 or more. 0 where there is no other. `shares` [N]: the share of
-    the answers that have each candidate."""
+    """Return three features of each of N candidates of an image [N, 3]. `overlap`: the largest IoU with another
+    candidate. `overlap_same`: the largest IoU with another candidate of its name. `rivals`: the largest of `shares`
+    among other candidates that it overlaps by an IoU of 0.3 or more. A feature is 0 if there is no such candidate.
+    `shares` [N]: for each candidate the fraction of the answers that have it."""
     if not objects:
         return np.zeros((0, 3))
     iou = iou_matrix(objects, objects)
@@ -175,7 +176,7 @@ class Calibration(BaseModel):
 
     samples: int
     names: list[str]  # classes that have columns in `design`
-    knots: dict[str, list[float]]  # by feature: the values, ascending, between which its function is linear
+    knots: dict[str, list[float]]  # for each feature, the ascending values between which its function is linear
     weights: list[float]
     threshold: float
     num_images: int

@@ -22,7 +22,9 @@ from learner.extensions import Tokenizer
 from learner.tasks.tokens import TokenPieces, pieces_of
 
 NO_TOKEN = -1
-WINDOW = 4  # tokens: a number has at most three characters, so a difference shows in the token after it at the latest
+# Number of compared tokens. A number has at most three characters, so a difference shows in the token after it at the
+# latest.
+WINDOW = 4
 _NUM_BINS = 1000
 _MAX_PLACES = 1 << 10
 _NOT_MET = -2
@@ -86,7 +88,8 @@ class Spelling:
         if not len(self._alone):
             return self._fused_tokens(numbers, token_ids)
         tokens = self._alone[numbers.wanted]
-        # If the true number is longer, only the token after the predicted number may differ. So it is compared too.
+        # If the true number is longer, perhaps only the token after the predicted number differs. So this token is
+        # compared too.
         tokens[np.arange(len(tokens)), self._num_tokens[numbers.wanted]] = token_ids[numbers.end]
         return tokens
 
@@ -102,7 +105,7 @@ class Spelling:
             return self._in_places(list(map(_Context._make, zip(*columns, strict=True))), wanted)
 
     def _in_places(self, contexts: Sequence[_Context], wanted: Ints) -> Ints:
-        if len(self._places) > _MAX_PLACES:  # text of an untrained model would make the table grow without end
+        if len(self._places) > _MAX_PLACES:  # the text of an untrained model would make the table grow without end
             self._places.clear()
             self._tokens[:] = _NOT_MET
         places = np.fromiter(map(self._index_of, contexts), dtype=np.int64, count=len(contexts))
@@ -120,8 +123,8 @@ class Spelling:
         return index
 
     def _encode(self, place: _Context, value: int) -> tuple[int, ...]:
-        """Return the first tokens that `value` has in this place. A character of the text around it that the place cuts
-        in two is left out."""
+        """Return the first tokens that `value` has in this place. If the place cuts a character of the surrounding text
+        in two, this character is left out."""
         left = self._pieces[place.before][: place.lead] if place.lead else b""
         right = (self._pieces[place.last][-place.tail :] if place.tail else b"") + self._pieces[place.after]
         text = left.decode(errors="ignore") + self._texts[value] + right.decode(errors="ignore")

@@ -52,19 +52,20 @@ def build_target(
     if loss.prefix_end != "last_object":
         cut = up_to_last_match if loss.prefix_end == "last_match" else up_to_first_miss
         assignment = cut(assignment, task)
-    # Objects without a label that are behind the cut are appended again, because their absence would teach the model to
-    # leave them out.
+    # Objects without a label that were cut off are appended again, because without them the target would teach the
+    # model to leave them out.
     unlabelled = unmatched_behind(whole, assignment, task) if loss.keep_unmatched else []
     parsed = assignment.parsed
     objects, untaught = _appended(_missed(assignment, loss), unlabelled, task)
     tail = task.serialize(objects, after=parsed)
     prefix = parsed.token_ids[: parsed.prefix_length]
     target = _with_tail(prefix, tail, pieces_of(tokenizer), loss.desc_weight, untaught)
-    read = target.token_ids[: len(prefix) + 1]  # one token more: a number at the prefix's end may differ only there
+    # One token more, because a number at the prefix's end may differ only there
+    read = target.token_ids[: len(prefix) + 1]
     positions, labels = coordinate_labels(assignment, read, task.coordinate_text, tokenizer)
     target.labels[positions] = labels
     target.loss_weights[positions] = 1.0
-    # Coordinates have got their labels above. A token that holds part of a coordinate keeps that label.
+    # A token that holds a part of a coordinate keeps the label that it got above.
     if loss.matched_desc_weight:
         for position, label in description_labels(assignment, task.desc_text, tokenizer):
             _teach_besides(target, position, label, loss.matched_desc_weight)
