@@ -2,8 +2,8 @@
 
 `preflight` finds every mistake in the configuration, in the files that it names and, with `read_data`, in all
 annotations. It needs no GPU, no model and no server, and imports neither torch nor vllm nor transformers. `run_check`
-prints the result; with `probe` it also asks each rollout server once. `check_machine` then also looks at this machine
-and the servers; its checks are in `machine.py` and `server_checks.py`.
+prints the result; with `probe` it also asks each rollout server once. `check_machine` checks this machine and the
+servers too, with the checks of `machine.py` and `server_checks.py`.
 
 Exit codes: 0 ready, 2 for mistakes, 1 if only a check of the machine or of the servers failed.
 """
@@ -94,7 +94,8 @@ def run_check(
         return error.exit_code
     report = masked_in(found.report)
     if people:
-        from learner.doctor.data_report import in_words  # imported here: it reads images, a check of keys does not
+        # imported here, because a check of keys need not load code for images
+        from learner.doctor.data_report import in_words
 
         print("\n".join([*in_words(report), READY]))
     else:
@@ -113,8 +114,8 @@ def preflight(
     drawing: DrawRequest | None = None,
 ) -> Preflight:
     """Find the mistakes in a run. Raises ConfigErrors for mistakes in the configuration file, and in the user's own
-    parts that it names. Mistakes in other files and in data are returned in `mistakes`; with `build_model` also names
-    that the model does not have."""
+    parts that it names. Mistakes in other files and in data are returned in `mistakes`. `build_model`: names that the
+    model does not have are mistakes too."""
     num_ranks = 1 if world_size is None else world_size
     if num_ranks < 1:
         remedy = "give the number of learner ranks"

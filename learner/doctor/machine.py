@@ -95,7 +95,8 @@ def disk_space(situation: Situation) -> Finding:
     free = shutil.disk_usage(folder).free
     if not num_bytes:
         return skipped(f"{_size(free)} free at {folder}; no *.safetensors in model.path {model} to estimate from")
-    kept = (training.save_total_limit or 1) + 1  # the new one is written before the oldest is deleted
+    # one more, because a new checkpoint is written before the oldest is deleted
+    kept = (training.save_total_limit or 1) + 1
     need = num_bytes * CHECKPOINT_FACTOR * kept
     text = f"{_size(free)} free at {folder}, {kept} checkpoints need about {_size(need)}"
     remedy = "free space, change training.output_dir, or lower training.save_total_limit"

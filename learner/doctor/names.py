@@ -35,7 +35,7 @@ def names_that_are_wrong(config: ModelConfig) -> list[Mistake]:
     least, most = config.min_pixels, config.max_pixels
     limit = "model.min_pixels" if least is not None else "model.max_pixels" if most is not None else "model.path"
     checks: dict[str, Callable[[], object]] = {
-        # Checked because peft silently skips names that match no layer, as long as another name matches.
+        # These names are checked, because peft silently skips a name that matches no layer if another name matches.
         "model.lora.target_modules": partial(_attach, model, config),
         "model.freeze": partial(lora.freeze, model, config.freeze),
         limit: partial(PromptEncoder.load, base, min_pixels=least, max_pixels=most),

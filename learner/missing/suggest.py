@@ -99,7 +99,8 @@ def suggest(
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Suggestion]:
     """Write the suggestions into `out`, and return them. The model is asked with its own prompt, as `predict` asks it.
-    `tiles`: the longer sides, in pixels, of tiles about which it is asked too. Each gives as many answers more.
+    `tiles`: longer sides of tiles, in pixels. For each, the model also answers the photograph's tiles, which makes as
+    many answers more.
 
     Raises OutputError if `out` has suggestions, DataError for annotations to which nothing can be added, and what the
     model and the annotations raise."""
@@ -128,7 +129,7 @@ def suggest(
             parsed, *others = ([task.parse(rollout) for rollout in rollouts] for rollouts in said)
             drawn = [[one.object for one in answer.objects] for answer in parsed[1:]]  # answer 0, greedy, has no vote
             left = iter(others)
-            for side in sides:  # of a photograph that is no larger than a tile, the answers to it count again
+            for side in sides:  # If a photograph is no larger than a tile, its own answers count again.
                 drawn += by_tiles(sample, [(tile, next(left)) for tile in side]) or drawn[: asked.samples]
             scores.append(scored_objects(parsed, pieces, calibration) if calibration is not None else None)
             agreed.append(candidates(sample, drawn))

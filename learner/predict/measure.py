@@ -118,7 +118,7 @@ def measure(
             remedy="make a short run of each method, and compare them: rollout-learner report RUN --compare RUN2",
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # Compiling pays only for learning.
+    # Compiling takes longer than it saves, because nothing is learned here.
     settings = config.model.model_copy(update={"compile": False})
     policy = load_policy(settings, device=device, bf16=config.training.bf16, image_rules=config.data.image_rules)
     model = _Model(policy, DetectionTask(config.task, policy.tokenizer), config, tell)

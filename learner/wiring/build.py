@@ -120,7 +120,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
     console, timeline = _console(config, ranks, total_steps, stack), Timeline(ranks.rank)
     log.tell = console.note
     _tell_start(basis, log, console)
-    # Parts that are closed after the backend: they may wait for a generation call, and closing the backend ends it.
+    # These parts are closed after the backend. They may wait for a generation call, which closing the backend ends.
     after_backend = stack.enter_context(ExitStack())
     optimizer = Optimizer(basis.policy.trainable, config.training, total_steps=total_steps)
     if colocates(config):
