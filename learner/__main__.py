@@ -151,7 +151,8 @@ def init(
 ) -> None:
     """Look at a folder of photographs, and write run.yaml and server.yaml for it.
 
-    Says what it found: format, classes, counts, sizes, and what looks like a mistake. Asks nothing, replaces no file.
+    It says what it found: format, classes, counts, sizes, and what looks like a mistake. It asks nothing, and replaces
+    no file.
     """
 
     def work() -> int:
@@ -205,8 +206,8 @@ def recipe(
 ) -> None:
     """Choose the methods and train: sft on completed labels, then grpo where it pays.
 
-    Measures, decides, and reports why, in one run directory. Validation decides; the result is never below the start.
-    Each stage is a process, of --nproc ranks. The same command goes on after an interruption.
+    It measures, decides and says why, all in one run directory. Validation decides, so the result is never worse than
+    the start. Each stage is a process, of --nproc ranks. The same command goes on after an interruption.
 
     With --only-measure the run's model answers some scenes, without a server, and nothing is trained: features, a
     recommendation, and its reasons are printed.
@@ -242,8 +243,8 @@ def check(
     configuration names (rewards, tasks, readers), so their code runs.
 
     With --machine it then looks at libraries, memory, disk, ports and the rollout servers. Exit code 2 if the
-    configuration or its data is wrong, 1 if something else is. `rollout-launch --check` checks a launch, its devices
-    too.
+    configuration or its data is wrong, 1 if something else is. `rollout-launch --check` checks a launch and its
+    devices.
     """
     if not machine:
         _end(lambda: _check(config, overrides or (), probe, world_size, people=not json, draw=draw, out=out))
@@ -266,7 +267,7 @@ def export(
     dtype: Annotated[Dtype, typer.Option(help="The type of the weights.")] = Dtype.bfloat16,
     config: ModelConfigOption = None,
 ) -> None:
-    """Make a checkpoint a model to serve, its adapters merged, with a model card.
+    """Write a checkpoint as a model to serve, with its adapters merged and a model card.
 
     The card, README.md, has the run's figures. `hf upload OWNER/NAME DIR` publishes the folder.
     """
@@ -331,7 +332,7 @@ def predict(
 ) -> None:
     """Find objects in photographs.
 
-    Pictures with boxes, COCO results, a CSV and a page. Exit code 1 if a photograph could not be read.
+    It writes pictures with boxes, COCO results, a CSV and a page. The exit code is 1 if a photograph could not be read.
     """
 
     def work() -> int:
@@ -369,7 +370,8 @@ def calibrate(
 ) -> None:
     """Fit the scores of a model's boxes.
 
-    Answers validation images, and writes calibration.json: predict then says how probably a box is right.
+    The model answers validation images. This gives calibration.json, with which predict says how probably a box is
+    right.
     """
 
     numbers = _numbers(samples, "--samples")
@@ -433,7 +435,7 @@ def evaluate(
 ) -> None:
     """Compare detectors on an annotation file.
 
-    F1 at the best threshold, AP, calibration, classes, intervals, and differences of every two.
+    It shows F1 at the best threshold, AP, calibration and classes, with intervals, and how every two detectors differ.
     """
     given, answering = _named(predictions, "--predictions"), _named(model, "--model")
     held_out, retained = _named(val_predictions, "--val-predictions"), _named(retain, "--retain")
@@ -578,7 +580,8 @@ def suggest_missing(
     config: ModelConfigOption = None,
     dtype: DtypeOption = ComputesIn.auto,
 ) -> None:
-    """Ask the model several times about each image. Boxes that answers agree on and nobody labelled, best first."""
+    """Ask the model several times about each image. It lists the boxes that answers agree on and nobody labelled, best
+    first."""
 
     def work() -> int:
         from learner.detector.command import quiet
@@ -620,7 +623,8 @@ def audit_missing(
     port: Annotated[int, typer.Option(help="The port to listen at.", min=1, max=65535)] = 8791,
 ) -> None:
     """Serve a page on which one person judges some suggestions, drawn by chance: right, wrong name, nothing there,
-    cannot tell. By `audit.json` in the folder a run knows how often others are right (`labels.complete.audit`)."""
+    cannot tell. From `audit.json` in the folder, a run knows how often suggestions are right
+    (`labels.complete.audit`)."""
 
     def work() -> int:
         from learner.missing.review import serve
@@ -711,7 +715,7 @@ def split(
 
 @app.command(epilog=OTHERS)
 def schema() -> None:
-    """Print the JSON Schema of run.yaml, by which editors complete and check its keys."""
+    """Print the JSON Schema of run.yaml, with which editors complete and check its keys."""
 
     def work() -> int:
         from shared.config.json_schema import json_schema

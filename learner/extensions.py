@@ -69,7 +69,7 @@ class Reader(Protocol):
 
         A `RawRecord` has objects in pixels. It is checked and becomes a `Sample` as in the formats that are built in.
         A `Sample` is used as it is. Relative image paths start at `data.image_root`, or else in the folder of `path`.
-        `width` and `height` 0 mean those of the first image. Ids must differ.
+        `width` and `height` 0: the size of the first image is taken. Ids must differ.
 
         Raises DataError if a record cannot be used. `rollout-learner check` and every rank call this once per split.
         """
@@ -109,8 +109,8 @@ class Task(Protocol):
     def target(self, assignment: Any, loss: LossConfig) -> Target:
         """Return what is learned from the matched answer: token ids [Y], labels [Y] and loss weights [Y], EOS included.
 
-        Its first `prefix_length` tokens are the rollout's own. A label is -100 exactly where the weight is 0. Every
-        token that is learned follows from the tokens before it (`learner.tasks.detection.target` checks this).
+        The first `prefix_length` tokens are the rollout's own tokens. A label is -100 exactly where the weight is 0.
+        Every token that is learned follows from the tokens before it (`learner.tasks.detection.target` checks this).
         """
         ...
 
@@ -124,7 +124,8 @@ class Task(Protocol):
         ...
 
     def counts(self, assignments: Sequence[Any]) -> list[Mapping[str, float]]:
-        """Return per assignment the counts that `evaluate` adds up. A bootstrap over samples resamples them."""
+        """Return, for each assignment, the counts that `evaluate` adds up. A bootstrap over samples resamples these
+        counts."""
         ...
 
     def evaluate(self, assignments: Sequence[Any]) -> Mapping[str, float]:
@@ -161,7 +162,7 @@ class Task(Protocol):
         ...
 
     def validate(self, sample: Sample) -> None:
-        """Raises DataError if the task cannot use the sample. Called once for each, before training."""
+        """Raises DataError if the task cannot use the sample. Called once for each sample, before training."""
         ...
 
     @staticmethod
@@ -218,7 +219,8 @@ class Callback:
         self.config = config
 
     def on_step(self, result: StepResult) -> bool | None:
-        """Act after each optimizer step; `result` is reduced over ranks. True: end the run as after its last step."""
+        """Act after each optimizer step; `result` is reduced over ranks. Return True to end the run as after its last
+        step."""
         return None
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool | None:

@@ -395,12 +395,14 @@ class RolloutCallLog:
     belong to the first request. `splits` are the (micro_step_idx, first_req_idx, number of requests) that were sent
     again.
 
-    A call that is made ahead of the steps belongs to no step. Its `micro_step_idx` is -1, and its seeds are computed
-    from the number of its `share` of the samples instead of the step's number.
+    A call that is made ahead of the steps belongs to no step. It serves a share (the samples of one step, whichever
+    that will be). Its `micro_step_idx` is -1, and its seeds are computed from the share's number instead of the step's
+    number.
     """
 
     global_step: int | None
-    share: int | None = None  # number of the share of samples, counted since training began; None: made for a step
+    # number of the call's share, counted since training began; None: the call was made for a step
+    share: int | None = None
     micro_step_idx: int
     first_req_idx: int
     num_requests: int

@@ -140,7 +140,7 @@ class Trainer:
         self.callbacks.make()
         try:
             self.train()
-        # `Stopped` is named here, because it is no `Exception`: code that reports errors must not take it for one.
+        # `Stopped` is named here, because it is not an `Exception`: code that reports errors must not catch it.
         except (Exception, Stopped) as error:
             try:
                 # The end is written also if this save fails.
@@ -173,8 +173,8 @@ class Trainer:
         training = self.config.training
         self.restore()
         self.journal.begin(step=self.state.global_step, total_steps=self.total_steps)
-        # Done here as after each step, so that a checkpoint saved before the first step of this process also names the
-        # samples that the resumed run had begun and not learned.
+        # The boundary is marked here as after each step. So a checkpoint that is saved before the first step of this
+        # process also names the samples that the resumed run had begun and not learned.
         self.mark_boundary()
         if self.evaluates_first():
             self.evaluate()
@@ -189,7 +189,7 @@ class Trainer:
                 self.journal.step(result, self.syncs.receipt, rows)
                 self.syncs.agree(self.state.global_step)
                 self.callbacks.step(result)
-                # The first step compiles, and what it makes stays for the run too.
+                # The first step compiles, and the objects that it makes stay until the end of the run, too.
                 after_step()
                 # A due checkpoint is saved before the evaluation. A checkpoint that `evaluate` saves is removed as soon
                 # as a better one comes.

@@ -137,7 +137,7 @@ class Plane:
     right: float = WIDTH - RIGHT
     top: float = TOP
     height: float = HEIGHT  # height of the whole drawing, in drawing units
-    counted: bool = True  # x counts something, such as steps, so its marks are whole numbers
+    counted: bool = True  # True: x counts something, such as steps, so its marks are whole numbers
 
     def x(self, value: float) -> float:
         span = self.x_high - self.x_low or 1.0
@@ -177,7 +177,7 @@ class Chart:
 
     @property
     def is_flat(self) -> bool:
-        """True if the chart shows only one value, because no line changes, so that a text says as much."""
+        """True if the chart shows only one value, because no line changes. A text then says as much as the chart."""
         if self.stacks or self.text:
             return len(self.stacks) <= 1
         ys = [{y for c in columns for y in (c.low, c.high)} for _, columns, _ in self.lines]

@@ -248,7 +248,7 @@ class Standing:
     tone: str  # `good` if the run finished, `bad` if it failed or was stopped, else empty; decides the color
     facts: str  # how far the run is, and how long it will take
     done: int  # number of steps done
-    total: int  # number of steps; 0: not known, or the run's time ends it
+    total: int  # number of steps; 0: not known, or a time limit ends the run
 
 
 def standing(run: RunRecord, now: float) -> Standing:

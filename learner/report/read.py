@@ -245,7 +245,7 @@ def _status(events: Sequence[Mapping[str, object]], config: Mapping[str, object]
             case "end":
                 ended, because = str(event.get("how", "")), str(event.get("because", ""))
             case "step":
-                # A step after an end: the run was resumed by a version that wrote no `begin`.
+                # A step after an end means that the run was resumed by a version that wrote no `begin`.
                 ended = ""
                 times.append(_number(event, "time"))
     training = config.get("training")

@@ -48,7 +48,8 @@ class SceneOutcome:
 
     outcomes: tuple[Outcome, ...]
     ious: tuple[float, ...]  # the prediction's largest IoU with an object
-    paired: tuple[int | None, ...]  # index of the object that it is paired with; None: ignored, or a false positive
+    # index of the object that the prediction is paired with; None: ignored, or a false positive
+    paired: tuple[int | None, ...]
     found: frozenset[int]  # indices of the objects that have a correct prediction
     num_truth: int  # number of labelled objects
 

@@ -117,7 +117,7 @@ def training(run: RunRecord, *, heading: str, prefix: str = "") -> Training | No
 
 def named_charts(run: RunRecord) -> dict[str, Chart | None]:
     """Return the charts that are defined here, by name. A chart is None if the run did not measure its metrics."""
-    keeps = run.setting("loss", "keep_unmatched")  # then a prediction without a match is not called a false positive
+    keeps = run.setting("loss", "keep_unmatched")  # true: a prediction without a match is not called a false positive
     missed = ("missed, appended (FN)", "missed", "after")
     spurious = ("without a match" if keeps else "spurious (FP)", "spurious", "other")
     mean, greatest = ("mean", "canary_gap", "sync"), ("greatest", "canary_gap_max", "before")

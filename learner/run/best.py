@@ -141,8 +141,8 @@ def point_best(root: Path, target: Path) -> None:
 
 
 def only_worse(root: Path) -> str | None:
-    """Return a text that says so if no evaluation was better than the one before the first step, so that there is no
-    best checkpoint. None if a later one was better, or if the evaluations are not known."""
+    """If no evaluation was better than the one before the first step, return a text that says so: then there is no best
+    checkpoint. Return None if a later evaluation was better, or if the evaluations are not known."""
     if kept(root) is not None:
         return None
     try:

@@ -262,7 +262,7 @@ class CheckpointStore:
                 self._remove(path)
             work.rename(path)
         except BaseException:
-            shutil.rmtree(work, ignore_errors=True)  # frees its space on a disk that may be full
+            shutil.rmtree(work, ignore_errors=True)  # frees the folder's space, because the disk may be full
             raise
         # The rename is on disk only after the parent folder has been written there.
         _sync_to_disk(self.root)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 KEY = "training.output_dir"
 RESUME_KEY = "training.resume_from_checkpoint"
 LABELS = "labels"  # folder of completed labels, in the run directory
-GAPS = "eval/gaps.json"  # here the first evaluation writes whether labels are missing (gaps)
+GAPS = "eval/gaps.json"  # file in which the first evaluation notes whether labels are missing (gaps)
 # This file says which run has claimed the folder. It has one line for each node's torchrun process, as `torchrun_agent`
 # returns it, or one line for a scheduler's job.
 JOB = ".torchrun_job"
@@ -86,8 +86,8 @@ def torchrun_agent(environment: Mapping[str, str]) -> str | None:
     run_id = environment.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return None
-    # The run id alone is no name: `--rdzv-id` may give it to every run. torchrun's restart count stays 0 if a rank of
-    # another node failed.
+    # The run id alone is no name: `--rdzv-id` may give the same id to every run. torchrun's restart count stays 0 if a
+    # rank of another node failed.
     pid, boot_id = os.getppid(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     # The process's name stands in parentheses, and may contain spaces and parentheses itself.
     ticks = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
