@@ -164,10 +164,10 @@ def config_of(data: Mapping[str, object], *, world_size: int | None = None) -> R
         config: RunConfig = parse(RunConfig, filled, retired=RETIRED, rules=rules)
     except ConfigErrors as errors:
         raise ConfigErrors(errors.what, mistakes=by_names_in_file(errors.mistakes, written)) from errors
-    # The short names (section `rollouts`) were copied to the long ones. All other code reads the long names only.
+    # The section `rollouts` (short names) is emptied, because all other code reads the long names only.
     if config.rollouts:
         config = config.model_copy(update={"rollouts": {}})
-    # All other code reads the list `servers` only, whichever form the file has.
+    # All other code reads only the list `servers`, so the other form is turned into it.
     if uses_servers(config):
         server = config.rollout_matching.vllm.server
         forms = {"servers": paired_servers(server), "base_url": None, "group_port": None}

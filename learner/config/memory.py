@@ -3,10 +3,10 @@
 In: the configuration of a checkpoint, and how it is trained. Out: a `MemoryEstimate`, with bytes for each kind of use.
 
 The backward pass of a layer needs the inputs of every matrix product and of every norm. For each token these are 4 x
-hidden, 3 x (query + key + value width) and 3 x intermediate values. With gradient checkpointing only each layer's input
-is kept. The backward pass then computes one layer at a time again, which also needs memory for this layer's gradients.
-Attention stores no square matrix. The output head takes LOGITS_CHUNK tokens at a time. The vision tower computes
-`merge ** 2` patches for each image token.
+hidden, 3 x (query + key + value width) and 3 x intermediate values. With gradient checkpointing only the input of each
+layer is kept. The backward pass then computes the layers again, one at a time, which also needs memory for this layer's
+gradients. Attention stores no square matrix. The output head takes LOGITS_CHUNK tokens at a time. The vision tower
+computes `merge ** 2` patches for each image token.
 """
 
 from __future__ import annotations

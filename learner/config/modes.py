@@ -58,7 +58,7 @@ def needs_rollouts(config: RunConfig) -> bool:
 
 
 def overlaps(config: RunConfig) -> bool:
-    """Return True if Channel-B learns a step's first rollouts while the step's other rollouts are still generated
+    """Return True if Channel-B learns the first rollouts of a step while the step's other rollouts are still generated
     (R32)."""
     stage2 = config.stage2_ab
     return (

@@ -142,7 +142,7 @@ class Plan:
     world_size: int  # learner ranks
     per_device_train_batch_size: int  # samples per micro-step and rank
     gradient_accumulation_steps: int  # micro-steps per optimizer step
-    m_steps: int  # number of optimizer steps in which the same rollouts are learned; 1: they are learned once
+    m_steps: int  # number of optimizer steps in which the same rollouts are learned
     effective_batch_size: int  # samples per optimizer step, all ranks together
     packed_rows_per_step: int | None  # packed rows per optimizer step, all ranks together; only reported (R19)
     rollouts_per_step: int  # rollouts per optimizer step, all ranks together; 0 under sft
@@ -158,7 +158,7 @@ class Plan:
     infer_timeout_s: float | None  # seconds; None: the deadline is computed from the server's speed (D16)
     packing_length: int  # max tokens of a packed row
     overlap: bool  # Channel-B learns while the step's other rollouts are generated (R32)
-    async_actor_learner: bool  # rollouts are made ahead of the steps that learn them
+    async_actor_learner: bool  # True: rollouts are made ahead of the steps that learn them
     b_ratio: float | None  # share of steps that run Channel-B
     channels: tuple[str, ...]  # scheduled channels of the first steps
 

@@ -1,7 +1,7 @@
 """Decides which channel a step runs: A (ground truth) or B (rollouts) (R26, R27). It has no side effects.
 
-Invariants: the scheduled channel depends only on `global_step` and `b_ratio`, so it is the same after a resume. Of the
-first n steps exactly floor(n * b_ratio) are scheduled as Channel-B. Rank 0 calls `decide_channel` and broadcasts the
+Invariants: the scheduled channel depends only on `global_step` and `b_ratio`, so it is the same after a resume. Exactly
+floor(n * b_ratio) of the first n steps are scheduled as Channel-B. Rank 0 calls `decide_channel` and broadcasts the
 decision. All micro-steps of the optimizer step run the decided channel.
 """
 
@@ -61,11 +61,12 @@ def scheduled_channel(global_step: int, b_ratio: float) -> Channel:
 
 
 def decide_channel(global_step: int, b_ratio: float, *, feasible: bool = True) -> ChannelDecision:
-    """Return the decision for the next step: the scheduled channel, but A if a step of Channel-B is not `feasible`.
+    """Return the decision for the next step. The step runs the scheduled channel, or A if a step of Channel-B is not
+    `feasible`.
 
     With the asynchronous actor-learner, a step of Channel-B takes `gradient_accumulation_steps` packs (the
-    rollouts of a few samples) from each rank's queue. It is feasible if all ranks have enough packs from the same share
-    of the samples. Without the asynchronous actor-learner it is always feasible.
+    rollouts of a few samples) from each rank's queue. It is feasible if all ranks have rolled out the same share (the
+    samples of one step). Without the asynchronous actor-learner it is always feasible.
     """
     wanted = scheduled_channel(global_step, b_ratio)
     return ChannelDecision(wanted=wanted, channel=wanted if feasible else "A")

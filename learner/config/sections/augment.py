@@ -1,4 +1,4 @@
-"""The section `data.augment`: training photographs are altered, and their boxes and polygons with them."""
+"""The section `data.augment`: training photographs are altered together with their boxes and polygons."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ORIENTED = re.compile(r"\d+|\w|.*\b(left|right|up|down|arrow|digit|letter|text)
 
 
 class AugmentConfig(Section):
-    """Training photographs are seen differently in each epoch: cropped, in other colors and, where asked for, mirrored
-    or turned. Boxes and polygons follow exactly. A picture depends on `training.seed`, the epoch and the sample's id
-    alone. Evaluations see photographs as they are."""
+    """Each epoch alters the training photographs: it crops them, changes their colors and, if set, mirrors or turns
+    them. Boxes and polygons are moved exactly with the pixels. A picture depends only on `training.seed`, the epoch and
+    the sample's id. Evaluations use unaltered photographs."""
 
     rollouts: bool = key(
         "rollouts see augmented pictures too; servers get them as PNG. false: only steps that learn ground truth", False
@@ -38,8 +38,8 @@ class AugmentConfig(Section):
 
 def stays_upright(name: str) -> bool:
     """Return True if a photograph with an object of the class `name` must not be mirrored or turned, because the object
-    might then be of another class, or of none. Such names are a number, a single letter, or contain one of the words
-    left, right, up, down, arrow, digit, letter, text."""
+    might then belong to another class or to no class. Such names are a number, a single letter, or contain one of the
+    words left, right, up, down, arrow, digit, letter, text."""
     return _ORIENTED.fullmatch(name.strip()) is not None
 
 

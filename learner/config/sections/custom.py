@@ -1,4 +1,4 @@
-"""The section `custom`: the trainer variant, and the sections that this project adds."""
+"""The section `custom`: how the model is trained (the trainer variant), and how rollouts are made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ExtraConfig(Section):
 
 
 class CustomConfig(Section):
-    """The part that this project adds to plain supervised training."""
+    """How the model is trained, and how rollouts are made. A plain supervised training has no such keys."""
 
     trainer_variant: Literal["sft", "rollout_matching_sft", "stage2_ab_training", "grpo"] = key(
         "`sft`: teacher forcing on ground truth; `rollout_matching_sft`: learning from matched rollouts; "

@@ -37,8 +37,8 @@ ReaderPath = Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]  # import path 
 
 
 class ResizedCopy(Section):
-    """The copy of each photograph whose pixels the coordinates are: of one size for all, or as the processors of
-    Qwen-VL models shrink a photograph."""
+    """The resized copy of each photograph in whose pixels the coordinates are given. All copies have one size, or each
+    copy has the size to which the processors of Qwen-VL models shrink the photograph."""
 
     width: int | None = key("width of the copies, if they all have one size", None, unit="pixels", ge=1, req="D23")
     height: int | None = key("height of the copies", None, unit="pixels", ge=1, req="D23")
@@ -57,7 +57,7 @@ Coordinates = Unit | ResizedCopy
 
 
 class SplitConfig(Section):
-    """Annotations that are not like those of `train`. What is null is as `data` says."""
+    """Annotations that differ from those of `train`. A key that is null has the value of the same key in `data`."""
 
     path: str = key("annotations, as for `data.train`", min_length=1, req="R41")
     format: Format | ReaderPath | None = key(
@@ -69,7 +69,7 @@ class SplitConfig(Section):
 
 
 class RetainConfig(Section):
-    """Other annotations that each evaluation also scores: what the run must not forget. Nothing of them is learned."""
+    """Other annotations that each evaluation also scores, to see what the model forgets. They are not learned."""
 
     name: str = key("what it is called in metrics and reports", pattern=r"^[A-Za-z0-9_.-]+$", req="R44")
     val: str = key("annotations of any format, as for `data.train`", min_length=1, req="R44")
@@ -216,7 +216,7 @@ class DataConfig(Section):
 
 
 def prompt_has_a_use(config: RunConfig) -> Iterator[Mistake]:
-    """`prompt` is for formats without messages; JSONL rows carry their own."""
+    """`prompt` is for formats without messages. JSONL rows have their own prompts."""
     data = config.data
     named = {"data": data, "data.val": data.val, "data.test": data.test}
     for path, part in named.items():

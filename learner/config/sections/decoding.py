@@ -49,8 +49,8 @@ class DecodingConfig(Section):
 
 
 def decode_mode_fits(config: RunConfig) -> Iterator[Mistake]:
-    """`decode_mode` agrees with `temperature`: `sample` above 0, `greedy` and `beam` at 0. `beam` needs at least 2
-    `num_beams` (D7)."""
+    """`decode_mode` must agree with `temperature`: `sample` needs a temperature above 0, `greedy` and `beam` need 0.
+    `beam` also needs `num_beams` of at least 2 (D7)."""
     decoding, path = config.rollout_matching.decoding, f"{ROLLOUT}.decoding"
     mode, temperature = decoding.decode_mode, decoding.temperature
     if mode in ("greedy", "beam") and temperature > 0:
@@ -100,8 +100,8 @@ def beam_needs_hf(config: RunConfig) -> Iterator[Mistake]:
 
 
 def rollout_fits(config: RunConfig) -> Iterator[Mistake]:
-    """`max_new_tokens` is below `global_max_length`, because a segment holds prompt and answer, and below a colocated
-    engine's `max_model_len`."""
+    """`max_new_tokens` is below `global_max_length` and below a colocated engine's `max_model_len`, because both limits
+    include the prompt."""
     decoding = config.rollout_matching.decoding
     longest, found = decoding.max_new_tokens, given(decoding, "max_new_tokens")
     path = f"{ROLLOUT}.decoding.max_new_tokens"

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 class GrpoConfig(Section):
-    """Policy gradients. Rollouts of one sample are a group, and a rollout is reinforced as far as its reward is above
-    the group's. All batch sizes count rollouts: `per_device_train_batch_size` is a multiple of `num_generations`."""
+    """Policy gradients. The rollouts of one sample are a group. A rollout becomes more likely if its reward is above a
+    baseline (by default the group's mean), and less likely if it is below. All batch sizes count rollouts:
+    `per_device_train_batch_size` is a multiple of `num_generations`."""
 
     num_generations: int = key("rollouts of each sample: the group", 8, unit="rollouts", req="R37", ge=2)
     advantage: Literal["group", "rloo", "batch"] = key(
@@ -55,7 +56,7 @@ def grpo_has_a_use(config: RunConfig) -> Iterator[Mistake]:
 
 
 def grpo_credit(config: RunConfig) -> Iterator[Mistake]:
-    """`grpo.credit: object` needs a task whose objects earn rewards one by one, so not `key_value` (R37)."""
+    """`grpo.credit: object` needs a task in which single objects earn rewards. `key_value` is no such task (R37)."""
     if config.custom.trainer_variant == "grpo" and config.grpo.credit == "object" and config.task.type == "key_value":
         wanted, remedy = "sequence: key_value has no objects", "set grpo.credit: sequence"
         yield Mistake(path="grpo.credit", found="object with task.type: key_value", wanted=wanted, remedy=remedy)
@@ -74,7 +75,8 @@ def grpo_batches(config: RunConfig) -> Iterator[Mistake]:
 
 
 def grpo_whole_step(config: RunConfig) -> Iterator[Mistake]:
-    """`advantage: batch` compares with all rollouts of a step, so they must be known before its first row (D21)."""
+    """`advantage: batch` compares a rollout with all rollouts of its step, so all of them must be made before the
+    step's first row (D21)."""
     if config.custom.trainer_variant != "grpo" or config.grpo.advantage != "batch":
         return
     stage2, remedy = config.stage2_ab, "set grpo.advantage: group or rloo, or remove this key"
@@ -89,7 +91,8 @@ def grpo_whole_step(config: RunConfig) -> Iterator[Mistake]:
 
 
 def grpo_samples(config: RunConfig) -> Iterator[Mistake]:
-    """`grpo` learns the probabilities that rollouts were drawn by: temperature 1, and nothing cut off (R37)."""
+    """`grpo` needs rollouts that are drawn with the probabilities that it learns: temperature 1, and no token cut off
+    (R37)."""
     if config.custom.trainer_variant != "grpo":
         return
     decoding, path = config.rollout_matching.decoding, f"{ROLLOUT}.decoding"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 class CompleteConfig(Section):
     """Labels with gaps are completed before they are learned. The model answers each training image several times.
-    Boxes that enough answers agree on, and that overlap no label, join the labels of that image. It works with every
+    Boxes on which enough answers agree, and which overlap no label, become labels of that image. This works with every
     trainer variant."""
 
     rollouts: int = key("answers to each training image", 4, unit="rollouts", req="D20 R48", ge=2)

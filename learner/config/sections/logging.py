@@ -8,7 +8,8 @@ from shared.config.model import Section, key
 
 
 class LoggingConfig(Section):
-    """The places where numbers go, besides metrics.jsonl. A run is called there as the folder `output_dir` is."""
+    """The places where numbers go, besides metrics.jsonl. The run's name there is the name of the folder
+    `output_dir`."""
 
     trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = key(
         "programs that also get the numbers, besides metrics.jsonl; `tensorboard` writes to `output_dir/tensorboard`",

@@ -74,7 +74,7 @@ def pixel_limits(config: RunConfig) -> Iterator[Mistake]:
 
 
 def target_pattern(config: RunConfig) -> Iterator[Mistake]:
-    """`model.lora.target_modules` is names, or a pattern that Python's `re` reads."""
+    """`model.lora.target_modules` is a list of names, or a pattern that Python's `re` can read."""
     pattern = config.model.lora.target_modules if config.model.lora else ""
     if isinstance(pattern, str):
         try:

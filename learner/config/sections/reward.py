@@ -36,8 +36,8 @@ class RewardConfig(Section):
 
 
 def rewards_exist(config: RunConfig) -> Iterator[Mistake]:
-    """`grpo` needs a reward: detection has its own, another task needs `reward.functions`, or
-    `reward.weights` of rewards of its own (R37 R38)."""
+    """`grpo` needs a reward. Detection has a default. Another task needs `reward.functions`, or, if the task defines
+    rewards itself, `reward.weights` for them (R37 R38)."""
     if config.custom.trainer_variant != "grpo":
         return
     own_task = config.task.type not in ("detection", "key_value")
@@ -50,8 +50,8 @@ def rewards_exist(config: RunConfig) -> Iterator[Mistake]:
 
 
 def weights_are_of_rewards(config: RunConfig) -> Iterator[Mistake]:
-    """Each name in `reward.weights` is a function of `reward.functions` or a reward of the task. A task of your own is
-    asked when it scores its first answer (R37 R38)."""
+    """Each name in `reward.weights` is a function of `reward.functions` or a reward of the task. For a task of your
+    own, this is checked when it scores its first answer (R37 R38)."""
     if config.task.type not in ("detection", "key_value"):
         return
     of_task = DETECTION_REWARDS if config.task.type == "detection" else ()

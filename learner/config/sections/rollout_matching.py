@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class RolloutBufferConfig(Section):
-    """Learn the rollouts of one accumulation window several times; `rollout_matching_sft` and `grpo` only."""
+    """Learn the rollouts of one accumulation window (the micro-batches of one optimizer step) several times. Only for
+    `rollout_matching_sft` and `grpo`."""
 
     enabled: bool = key("reuse rollouts", False, req="R18")
     m_steps: int = key(
@@ -29,18 +30,18 @@ class RolloutBufferConfig(Section):
 
 
 class OffloadConfig(Section):
-    """Move training state to host memory while colocated vLLM generates; no effect elsewhere. The host memory is
-    page-locked and kept between moves."""
+    """Move training state to host memory while colocated vLLM generates. Without colocated vLLM this has no effect. The
+    host memory is page-locked and kept between moves."""
 
-    # A 4B model took 86.3 GiB and 2.52 s per step. With its moments offloaded it took 51.1 GiB and 3.97 s, and with the
-    # model offloaded too 45.4 GiB and 5.35 s.
+    # A 4B model took 86.3 GiB and 2.52 s per step. With its moments offloaded it took 51.1 GiB and 3.97 s. With the
+    # model offloaded too, it took 45.4 GiB and 5.35 s.
     enabled: bool = key("offload what the next two keys select", False, req="R20")
     offload_model: bool = key("the trained model", False, req="R20")
     offload_optimizer: bool = key("the optimizer's moments", False, req="R20")
 
 
 class RolloutMatchingConfig(Section):
-    """The making of rollouts."""
+    """How rollouts are made."""
 
     rollout_backend: Literal["vllm", "hf"] = key(
         "`vllm`: vLLM; `hf`: `generate` of the training model itself", "vllm", req="R02"
@@ -62,7 +63,8 @@ class RolloutMatchingConfig(Section):
 
 
 def beams_fit(config: RunConfig) -> Iterator[Mistake]:
-    """A beam search runs `num_beams` sequences for one sample, so `decode_batch_size` is at least that (R21, D10)."""
+    """`decode_batch_size` is at least `num_beams`, because a beam search runs `num_beams` sequences for one sample
+    (R21, D10)."""
     rollout, beams = config.rollout_matching, config.rollout_matching.decoding.num_beams
     if rollout.decoding.decode_mode == "beam" and rollout.rollout_backend == "hf" and rollout.decode_batch_size < beams:
         wanted, remedy = f"at least num_beams ({beams})", "raise it, or lower decoding.num_beams"
@@ -71,8 +73,8 @@ def beams_fit(config: RunConfig) -> Iterator[Mistake]:
 
 
 def buffer_variant(config: RunConfig) -> Iterator[Mistake]:
-    """`rollout_buffer` needs `rollout_matching_sft`, or `grpo` without `stage2_ab`; `stage2_ab_training`
-    refuses the key, even null (D2)."""
+    """`rollout_buffer` needs `rollout_matching_sft`, or `grpo` without `stage2_ab`. `stage2_ab_training` refuses the
+    key, even if it is null (D2)."""
     buffer, variant = config.rollout_matching.rollout_buffer, config.custom.trainer_variant
     path = f"{ROLLOUT}.rollout_buffer"
     if variant == "stage2_ab_training":
@@ -90,7 +92,7 @@ def buffer_variant(config: RunConfig) -> Iterator[Mistake]:
 
 
 def offload_can_be_served(config: RunConfig) -> Iterator[Mistake]:
-    """With colocated vLLM, what `offload` moves away must not be trained at the same time (R20)."""
+    """With colocated vLLM, `offload` must not move away a model that learns while rollouts are made (R20)."""
     rollout, offload = config.rollout_matching, config.rollout_matching.offload
     if rollout.rollout_backend != "vllm" or rollout.vllm.mode != "colocate" or not offload.enabled:
         return

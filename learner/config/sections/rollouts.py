@@ -68,7 +68,7 @@ def by_names_in_file(mistakes: Sequence[Mistake], written: Mapping[str, str]) ->
 
 
 def short_names_agree(config: RunConfig) -> Iterator[Mistake]:
-    """A short name of `rollouts` has the value of its long name, where both are set."""
+    """If a short name of `rollouts` and its long name are both set, their values are equal."""
     for name, value in _given(config.rollouts).items():
         long = functools.reduce(getattr, SHORT[name].split("."), config)
         plain = [one.model_dump() if isinstance(one, BaseModel) else one for one in long] if name == "servers" else long

@@ -105,7 +105,7 @@ def paired_servers(server: ServerClientConfig) -> list[ServerEntry]:
 
 
 def entry_mistakes(base_url: str, group_port: int | None) -> list[Mistake]:
-    """Return the mistakes in the URL and the port (None: it has none) of a server that is named outside of a
+    """Return the mistakes in the URL and the port (None: no port is given) of a server that is named outside of a
     configuration, on the command line or in a list."""
     found = _url_mistake(base_url, "URL")
     mistakes = [found] if found else []

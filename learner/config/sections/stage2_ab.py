@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class ScheduleConfig(Section):
-    """The choice of steps that run Channel-B, on rollouts. The others run Channel-A, on ground truth."""
+    """The choice of the steps that run Channel-B, which learns rollouts. The other steps run Channel-A, which learns
+    ground truth."""
 
     b_ratio: float = key(
         "share of Channel-B steps. With `async_actor_learner` and 1 each of them waits for its rollouts; with less, "
@@ -27,7 +28,8 @@ class ScheduleConfig(Section):
 
 
 class AsyncActorLearnerConfig(Section):
-    """Rollouts made ahead of learning, with bounded staleness. Needs servers and full sync."""
+    """Rollouts made ahead of learning, in packs (the rollouts of a few samples), with bounded staleness. Needs servers
+    and full sync."""
 
     enabled: bool = key("make packs before the step that learns them", False, req="D3 R25")
     # The defaults of the windows and queues are from D3, D12 and D16.
@@ -82,7 +84,7 @@ class AsyncActorLearnerConfig(Section):
 
 
 class Stage2Config(Section):
-    """Settings of `stage2_ab_training`. With `grpo` the section is optional: Channel-B learns rewards."""
+    """Settings of `stage2_ab_training`. With `grpo` the section is optional; Channel-B then learns from rewards."""
 
     schedule: ScheduleConfig = key("which steps run Channel-B", req="R26")
     async_actor_learner: AsyncActorLearnerConfig = key(
@@ -91,7 +93,7 @@ class Stage2Config(Section):
 
 
 def stage2_section(config: RunConfig) -> Iterator[Mistake]:
-    """`stage2_ab_training` needs the section `stage2_ab`, `grpo` may have it; the other variants refuse it (R26)."""
+    """`stage2_ab_training` needs the section `stage2_ab`. `grpo` may have it. The other variants refuse it (R26)."""
     variant, stage2 = config.custom.trainer_variant, config.stage2_ab
     if variant == "stage2_ab_training" and stage2 is None:
         remedy = "add `stage2_ab: {schedule: {b_ratio: ...}}`"
@@ -104,7 +106,7 @@ def stage2_section(config: RunConfig) -> Iterator[Mistake]:
 
 
 def stage2_batch(config: RunConfig) -> Iterator[Mistake]:
-    """The section `stage2_ab` needs `training.effective_batch_size`, its rollouts per step (D8 R31)."""
+    """The section `stage2_ab` needs `training.effective_batch_size`: it is the number of rollouts per step (D8 R31)."""
     variant = config.custom.trainer_variant
     schedules = variant == "stage2_ab_training" or (variant == "grpo" and config.stage2_ab is not None)
     if schedules and config.training.effective_batch_size is None:

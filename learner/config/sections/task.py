@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class TaskConfig(Section):
-    """The kind of answers, their spelling, and their match with ground truth. All keys but `type` and `options` are
-    those of `detection`."""
+    """The kind of answers, their spelling, and how they are matched with ground truth. All keys except `type` and
+    `options` are for `detection`."""
 
     type: str = key(
         "`detection`: objects with boxes or polygons; `key_value`: the fields of a document, as a flat JSON object of "

@@ -92,8 +92,8 @@ class TrainingConfig(Section):
     eval_on_start: bool = key("evaluate before the first step; a run that is resumed has no other one there", False)
     eval_on_end: bool = key("evaluate after the last step", False)
     eval_samples: int | None = key("evaluate on the first samples only", None, unit="samples", ge=1)
-    # If labels have gaps, models must not be ranked by F1 on them: Kendall's tau with the true ranking was -0.31, and
-    # 0.73 for the estimate `fm@0.5`.
+    # If labels have gaps, F1 must not rank models: Kendall's tau with the true ranking was -0.31 for F1, and 0.73 for
+    # the estimate `fm@0.5`.
     keep_best: str | None = key(
         "the checkpoint of the evaluation with the largest value of this metric is kept beside the newest ones, as "
         "the link `best` in `output_dir`. `auto`: if `data.val` and `eval_steps` are set, `f1@0.5` (`key_value`: "
@@ -207,8 +207,8 @@ def chosen_by_test(config: RunConfig) -> str | None:
 
 
 def best_is_measured(config: RunConfig) -> Iterator[Mistake]:
-    """`training.keep_best` and `training.early_stop_patience` need evaluations on the way (`training.eval_steps`), and
-    `early_stop_patience` a metric to compare (D17)."""
+    """`training.keep_best` and `training.early_stop_patience` need evaluations during training (`training.eval_steps`).
+    `early_stop_patience` also needs a metric to compare (D17)."""
     training = config.training
     for name in ("keep_best", "early_stop_patience"):
         if getattr(training, name) not in (None, "auto") and not training.eval_steps:
@@ -221,7 +221,7 @@ def best_is_measured(config: RunConfig) -> Iterator[Mistake]:
 
 
 def carry_packing(config: RunConfig) -> Iterator[Mistake]:
-    """`rollout_matching_sft` with packing carries segments over (D6): `packing_buffer` holds at least
+    """`rollout_matching_sft` with packing carries segments over to later steps (D6). So `packing_buffer` is at least
     `per_device_train_batch_size`, and with a `rollout_buffer` `packing_drop_last` is true."""
     training = config.training
     if config.custom.trainer_variant != "rollout_matching_sft" or not training.packing:
