@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -53,7 +54,8 @@ def values_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrat
 def _others(annotation: Any, metadata: tuple[Any, ...]) -> st.SearchStrategy[Any]:
     patterns = [item.pattern for item in metadata if getattr(item, "pattern", None)]
     if patterns:
-        return st.from_regex(patterns[0].removesuffix("$") + r"\Z")
+        # ASCII: "²" is a letter to Python's \w and none to pydantic's.
+        return st.from_regex(re.compile(patterns[0].removesuffix("$") + r"\Z", re.ASCII))
     paths = texts.filter(lambda text: "\0" not in text).map(lambda text: str(Path(text)))
     return {bool: st.booleans(), str: texts, Path: paths, type(None): st.none()}[annotation]
 
