@@ -233,6 +233,7 @@ def test_a_newcomer_that_hangs_holds_a_step_only_briefly(
     """R40, D16: the others go on without it, long before `timeout_s`. It may come again."""
     monkeypatch.setattr(server_delivery, "NEWCOMER_S", 0.3)
     monkeypatch.setattr(server_delivery, "NEWCOMER_MARGIN", 0.0)
+    monkeypatch.setattr("learner.sync.members.BACK_OFF_S", 0.3)
     monkeypatch.setattr(client, "REPLY_GRACE_S", 0.1)
     monkeypatch.setattr(client, "POLL_S", 0.1)
     sync = build(timeout_s=DEADLINE_S)
