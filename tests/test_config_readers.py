@@ -273,12 +273,20 @@ def trees() -> dict[str, ast.Module]:
 
 
 @cache
-def all_reads(model: type[BaseModel]) -> frozenset[Read]:
-    source = Source(list(trees().values()), sections_of(model))
+def reads_outside() -> tuple[Source, frozenset[Read]]:
+    """What is read of the sections of both configurations, outside of their classes."""
+    learner, server = sections_of(RunConfig), sections_of(ServerConfig)
+    assert not learner.keys() & server.keys(), "sections are told apart by their names"
+    source = Source(list(trees().values()), learner | server)
     schemas = {*LEARNER, *SERVER}
     readers = [without_classes(tree) if name in schemas else tree for name, tree in trees().items()]
-    reads = {read for tree in readers for read in reads_of(tree, source)}
-    return frozenset(with_properties(reads, [trees()[name] for name in SCHEMA_OF[model]], source))
+    return source, frozenset(read for tree in readers for read in reads_of(tree, source))
+
+
+@cache
+def all_reads(model: type[BaseModel]) -> frozenset[Read]:
+    source, reads = reads_outside()
+    return frozenset(with_properties(set(reads), [trees()[name] for name in SCHEMA_OF[model]], source))
 
 
 @pytest.mark.parametrize("model", [RunConfig, ServerConfig])
