@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.unraisableexception import gc_collect_iterations_key
 from hypothesis import HealthCheck, settings
 
 from shared import masking
@@ -36,7 +37,9 @@ settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The workers of one run fork programs from the same processes."""
+    """The workers of one run fork programs from the same processes. None collects garbage as it ends to
+    find exceptions that nobody could raise: these are ignored here, and each of two collections takes 1.5 s."""
+    config.stash[gc_collect_iterations_key] = 0
     if hasattr(config, "workerinput"):
         from bench import forked  # imports much, so it comes after the settings of OpenMP
 
