@@ -195,6 +195,7 @@ def test_a_fault_on_one_side_ends_the_run_by_name(
     assert str(prompt.vision.image_grid_thw.tolist()) in error.wanted
 
 
+@pytest.mark.slow
 def test_other_limits_on_the_two_sides_are_found_before_the_first_step(server: RunningServer, folder: Path) -> None:
     """The samples that the canary scores do not meet the limits: the largest image shows them."""
     objects = [{"desc": "one", "bbox_2d": [1, 1, 30, 30]}]

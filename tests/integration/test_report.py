@@ -19,9 +19,8 @@ from learner.report.page import write_report
 from learner.report.read import read_runs
 from shared.config.parse import write_yaml
 from tests.ranks import learner
-from tests.tiers import slow
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
 STEPS = 3
@@ -99,7 +98,7 @@ REPORT = """
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-@pytest.mark.parametrize("width", [slow(1280), 390])
+@pytest.mark.parametrize("width", [1280, 390])
 def test_scenes_are_filtered_and_enlarged_without_a_script(run_dir: Path, tmp_path: Path, width: int) -> None:
     page = write_report(run_dir).read_text()
     assert "default-src 'none'" in page
@@ -123,7 +122,7 @@ def test_scenes_are_filtered_and_enlarged_without_a_script(run_dir: Path, tmp_pa
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-@pytest.mark.parametrize("width", [slow(1280), 390])
+@pytest.mark.parametrize("width", [1280, 390])
 def test_the_live_view_fits_and_says_that_the_run_finished(run_dir: Path, tmp_path: Path, width: int) -> None:
     page = TestClient(create_app(run_dir, host="127.0.0.1", token=None), base_url="http://127.0.0.1").get("/").text
     script = """

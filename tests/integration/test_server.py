@@ -41,6 +41,7 @@ from shared.sync import buckets as weights
 from shared.sync.group import Communicator, start_join
 from shared.wire import NDJSON, Bucket
 from tests.servers import RunningServer, running_server, wait_gone
+from tests.tiers import slow
 from tests.waits import wait_until
 
 pytestmark = pytest.mark.integration
@@ -441,6 +442,7 @@ def test_a_repeated_uuid_gets_the_same_rollout(learner: Learner) -> None:
     assert (other.status_code, other.json()["error"]) == (400, "RequestError")
 
 
+@pytest.mark.slow
 def test_a_caller_that_hangs_up_costs_the_next_one_nothing(learner: Learner) -> None:
     """vLLM's cache of processed images may believe that the engine has one whose request was given up on its way. The
     next request with that image then ends at once, with nothing. The server asks again, with the image."""
@@ -540,7 +542,7 @@ def test_full_update_serves_the_new_weights(learner: Learner, folder: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("how", "error"), [("digest", "DigestError"), ("missing", "CoverageError"), ("gone", "DeadlineError")]
+    ("how", "error"), [("digest", "DigestError"), ("missing", "CoverageError"), slow("gone", "DeadlineError")]
 )
 def test_a_failed_update_poisons_until_a_full_sync(learner: Learner, how: str, error: str) -> None:
     """R09, R10: wrong bytes, a missing tensor, a learner that stops sending; then the next sync heals."""

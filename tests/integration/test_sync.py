@@ -219,6 +219,7 @@ def test_the_canary_tells_a_model_that_is_not_the_learner_s(
     assert start_sync(connect()).sync().ver
 
 
+@pytest.mark.slow
 def test_an_incomplete_sync_poisons_and_a_new_learner_heals(
     connect: Connect, start_sync: StartSync, policy: Policy, samples: list[Sample]
 ) -> None:

@@ -194,6 +194,7 @@ def test_the_checkpoint_is_a_model_and_a_place_to_go_on_from(matched: Run, world
     assert "resumed at step 3" in resumed.out
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one_learner(world: World) -> None:
     """R24, R11: rank 0 alone syncs; both ranks infer, on the shares and seeds that their place in the data gives. A
     step's two micro-steps are rolled out together, each request with the seed that it would have alone."""
@@ -214,6 +215,7 @@ def test_two_ranks_are_one_learner(world: World) -> None:
     assert state["world_size"] == 2
 
 
+@pytest.mark.slow
 def test_plain_teacher_forcing_needs_the_server_only_to_evaluate(world: World) -> None:
     """R01: a new incarnation, on a server that has served two learners before."""
     run = world.run("sft", "sft", per_device_train_batch_size=4, max_steps=2, eval_on_end=True)
@@ -278,6 +280,7 @@ def test_a_wrong_configuration_is_a_message(tmp_path: Path) -> None:
     told(learn(path), r"model\.pth", r"max_steps", "many")
 
 
+@pytest.mark.slow
 def test_a_server_that_is_down_is_a_message_in_time(world: World) -> None:
     """R16: the address, the key and the ways out."""
     nobody = free_port()
