@@ -235,8 +235,9 @@ def test_a_server_lost_before_a_sync_comes_back(servers: list[Server], learner: 
     assert learner.changes() == [(urls[0], "lost"), (urls[0], "joined")]
 
 
-@pytest.mark.parametrize("min_servers", [1, slow("all")])
-@pytest.mark.parametrize("signum", [signal.SIGKILL, slow(signal.SIGSTOP)])
+@pytest.mark.slow
+@pytest.mark.parametrize("min_servers", [1, "all"])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_servers_that_are_all_silent_are_waited_for(servers: list[Server], signum: int, min_servers: int | str) -> None:
     """R16: the wait lasts until the deadline that it names, `timeout_s`, and not until one connection was refused."""
     with closing(Learner(servers[:2], min_servers=min_servers)) as learner:
@@ -269,6 +270,7 @@ def test_servers_that_stay_silent_end_the_run_at_the_deadline(servers: list[Serv
         assert time.monotonic() - began > 2.5
 
 
+@pytest.mark.slow
 def test_a_server_frozen_in_the_group_that_another_one_joined(servers: list[Server]) -> None:
     """When that group was opened, one server alone was serving. It is not the only one any more."""
     with closing(Learner(servers[:2])) as learner:
@@ -437,7 +439,8 @@ def test_a_server_under_a_second_url_does_not_join_twice(servers: list[Server], 
         assert "already" in learner.backend.membership.out[0].because
 
 
-@pytest.mark.parametrize(("min_servers", "wanted"), [("all", DeadlineError), slow(3, ServerError)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("min_servers", "wanted"), [("all", DeadlineError), (3, ServerError)])
 def test_too_few_servers_end_the_run(servers: list[Server], min_servers: int | str, wanted: type[ProjectError]) -> None:
     with closing(Learner(servers, min_servers=min_servers, infer_timeout_s=1.0)) as learner:
         learner.synced()

@@ -47,6 +47,7 @@ from shared.wire import (
 )
 from tests.pauses import pause_soon
 from tests.proxies import watched_proxy
+from tests.tiers import slow
 from tests.unit.learner.rollout.fakes import error, output, status
 
 T = TypeVar("T")
@@ -528,7 +529,7 @@ def test_a_slow_server_that_is_alive_is_waited_for(respx_mock: respx.MockRouter)
     assert health.call_count >= 2
 
 
-@pytest.mark.parametrize("infer_timeout_s", [None, 1.2])
+@pytest.mark.parametrize("infer_timeout_s", [None, slow(1.2)])
 def test_a_pause_of_the_learner_itself_is_no_silence_of_the_server(
     respx_mock: respx.MockRouter, infer_timeout_s: float | None
 ) -> None:

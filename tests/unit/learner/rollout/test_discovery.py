@@ -18,6 +18,7 @@ from learner.rollout.control import MAX_BYTES, Discovery, ServerRequest, parse, 
 from learner.rollout.membership import Member, Membership
 from shared.errors import ConfigError, DeadlineError
 from tests.servers import wait_gone
+from tests.tiers import slow
 
 A, B, C = (f"http://10.0.0.{i}:8000" for i in range(1, 4))
 
@@ -132,7 +133,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
             read(str(path))
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("stream", ["stdout", slow("stderr")])
 def test_a_command_that_never_stops_talking_is_ended(stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """946 MB were read in 3 s, before the limit was looked at."""
     monkeypatch.setattr(control, "COMMAND_S", 2.0)

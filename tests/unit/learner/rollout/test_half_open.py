@@ -26,6 +26,7 @@ from shared.wire import (
     ScoreItem,
     UpdateWeightsCall,
 )
+from tests.tiers import slow
 
 TIMEOUT_S = 0.3
 FAR_TOO_LONG_S = 60.0
@@ -73,7 +74,7 @@ def error_from(url: str, call: Callable[[ServerClient], Awaitable[Any]], infer_t
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("infer_timeout_s", [None, TIMEOUT_S])
+@pytest.mark.parametrize("infer_timeout_s", [slow(None), TIMEOUT_S])
 @pytest.mark.parametrize("path", CALLS)
 def test_every_call_to_a_silent_server_ends_and_names_it(
     silent_url: str, path: str, infer_timeout_s: float | None, monkeypatch: pytest.MonkeyPatch
