@@ -30,6 +30,7 @@ def test_a_member_that_cannot_seal(tmp_path: Path) -> None:
     assert found["refused by their seal"] == 600 - 6 - 2  # two were short
 
 
+@pytest.mark.slow
 def test_calls_that_schemathesis_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """This tries one path; `test_api_schema.py` has all."""
     monkeypatch.setattr("rollout_server.service._versions", dict)

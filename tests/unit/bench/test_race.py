@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
+from bench import forked
 from bench.race import (
     LARGE,
     Race,
@@ -129,6 +129,7 @@ def test_a_side_says_its_rates_and_versions_and_the_factor_over_the_first() -> N
     assert versions == "trl: trl 1.16.0, vllm 0.26.0"
 
 
+@pytest.mark.slow
 def test_a_rival_has_its_own_packages_and_one_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
     site = tmp_path / "site-trl-best"
     site.mkdir()
@@ -158,9 +159,9 @@ def test_a_rival_has_its_own_packages_and_one_that_fails_is_named_with_its_last_
 
 
 def test_an_unknown_rival_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    argv = ["-m", "bench.race", "--data", str(tmp_path), "--out", str(tmp_path / "race.json"), "--size", "tiny"]
+    argv = ["--data", str(tmp_path), "--out", str(tmp_path / "race.json"), "--size", "tiny"]
     argv += ["--against", "swift", "--against", "verl"]
-    said = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    (said,) = forked.finish(forked.LEARNER, "bench.race", argv, envs=[os.environ], timeout_s=120)
     assert said.returncode == 2
     assert "verl; wanted: trl, trl-best, swift, unsloth" in " ".join(said.stderr.replace("│", " ").split())
     assert not list(tmp_path.iterdir())

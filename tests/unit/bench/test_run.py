@@ -128,6 +128,7 @@ def bad(folder):
 """
 
 
+@pytest.mark.slow
 def test_a_failed_part_ends_no_other_and_keeps_what_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

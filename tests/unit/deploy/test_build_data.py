@@ -56,6 +56,7 @@ def test_coco_says_what_the_jsonl_says(built: Path, capsys: pytest.CaptureFixtur
         assert seen == row["objects"]
 
 
+@pytest.mark.slow
 def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
     request = Build(train=130, val=1, test=1)
     build(request, tmp_path / "one", workers=1)
@@ -116,6 +117,7 @@ def test_full_dropout_keeps_one_label(built: Path, tmp_path: Path) -> None:
     assert [len(row["objects"]) for row in read_rows(tmp_path, "train")] == [1] * REQUEST.train
 
 
+@pytest.mark.slow
 def test_dropout_comes_at_its_rate(tmp_path: Path) -> None:
     build(Build(train=200, val=0, test=0), tmp_path / "full")
     build(Build(train=200, val=0, test=0, annotation_dropout=0.3), tmp_path / "sparse")

@@ -89,6 +89,7 @@ def test_validation_chooses_the_step_of_sft_and_test_scenes_are_counted(
     assert found["sft_at_the_end"]["recall@0.5"]["value"] == 0.6
 
 
+@pytest.mark.slow
 def test_models_answer_the_scenes_that_are_shown_and_a_best_step_on_the_way(tmp_path: Path) -> None:
     """The shipped checkpoint stands for every model."""
     build(Build(train=0, val=0, test=4, seed=3), tmp_path)

@@ -12,17 +12,18 @@ from pathlib import Path
 import pytest
 
 from shared.version import DISTRIBUTION, version
+from tests.tiers import slow
 
 ROOT = Path(__file__).parents[3]
-MODULES = ("deploy.demo.run", "deploy.launch", "deploy.torchrun", "deploy.wait_ready", "rollout_server")
+MODULES = ("deploy.launch", "deploy.torchrun", "deploy.wait_ready", "rollout_server")
 
 
-@pytest.mark.parametrize("module", [*MODULES, "tools.docs"])
+@pytest.mark.parametrize("module", [slow("deploy.demo.run"), *MODULES, slow("tools.docs")])
 def test_help_starts_nothing(module: str, tmp_path: Path) -> None:
     assert "Usage:" in said(module, "--help", tmp_path)
 
 
-@pytest.mark.parametrize("module", [*MODULES, "learner"])
+@pytest.mark.parametrize("module", [slow("deploy.demo.run"), *MODULES, "learner"])
 def test_every_program_has_a_version(module: str, tmp_path: Path) -> None:
     assert said(module, "--version", tmp_path).strip() == f"{DISTRIBUTION} {version()}"
 

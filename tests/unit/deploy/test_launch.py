@@ -216,6 +216,7 @@ def test_the_mistakes_of_all_files_are_listed_each_once(tmp_path: Path) -> None:
     assert [mistake.path for mistake in mistakes_of(path)] == ["training.seed", "max_model_len"]
 
 
+@pytest.mark.slow
 def test_r16_a_folder_with_another_run_does_not_wait_for_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,6 +348,7 @@ def test_r46_each_start_goes_through_its_command(tmp_path: Path) -> None:
     assert (tmp_path / "notes").read_text().split() == ["server", "learner", "server"]
 
 
+@pytest.mark.slow
 def test_without_devices_the_environment_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6")
     run = finish(start(files(tmp_path, ["fine"])), tmp_path)
@@ -390,7 +392,7 @@ def test_a_launcher_that_was_paused_looks_again_before_it_gives_up(
             popen.kill()
 
 
-@pytest.mark.parametrize("servers", [["dies"], ["never", "dies"]])
+@pytest.mark.parametrize("servers", [slow(["dies"]), ["never", "dies"]])
 def test_an_early_death_is_told_with_its_last_words(tmp_path: Path, servers: list[str]) -> None:
     """It is reported at once, also while another server is waited for."""
     run = finish(start(files(tmp_path, servers, launch={"ready_timeout_s": 600.0})), tmp_path)
@@ -399,6 +401,7 @@ def test_an_early_death_is_told_with_its_last_words(tmp_path: Path, servers: lis
     assert "out of memory, said the fake" in run.err
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_while_the_learner_runs_is_started_again(tmp_path: Path) -> None:
     """R40: as often as it may be; then it is given up, and the run ends when no server is left."""
     run = finish(start(files(tmp_path, ["leaves"], "waits"), "servers[0].max_restarts=2"), tmp_path)
@@ -452,7 +455,7 @@ def test_keys_can_be_set_on_the_command_line(tmp_path: Path) -> None:
     assert {line.split(":")[0] for line in run.err.splitlines()} == {"learner.nproc", "ready_timeout"}
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, slow(signal.SIGHUP)])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, slow(signal.SIGINT), slow(signal.SIGHUP)])
 def test_a_signal_stops_everything(tmp_path: Path, signum: signal.Signals, without_nohup: None) -> None:
     """This includes a server that ignores SIGTERM, and the processes that it started."""
     launcher = start(files(tmp_path, ["stubborn", "fine"], "waits"))

@@ -35,6 +35,7 @@ from shared.wire import Message, RequestConfig, RolloutInferRequest, ScoreItem
 from tests.unit.shared.sync.test_strangers import HOST, SECRET, connect, nothing_is_unpickled
 
 
+@pytest.mark.slow
 def test_all_threads_are_counted() -> None:
     """OpenMP's stay after the first operation that used them, and would be missing from a forked process."""
     work = """
@@ -52,6 +53,7 @@ print(_num_threads())
     assert alone == 1 < with_openmps == with_pythons - 1, found.stdout
 
 
+@pytest.mark.slow
 def test_new_shapes_of_images_take_no_more_memory() -> None:
     """R16: oneDNN and ideep keep something for 1,024 shapes of matrices. Without the server's settings 400 of them took
     259 MiB; a machine without instructions for bfloat16 takes another way and keeps less."""

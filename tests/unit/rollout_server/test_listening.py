@@ -63,6 +63,7 @@ def own_address() -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_the_engine_s_groups_listen_on_loopback_only() -> None:
     """Gloo listens at the address that the machine's name stands for, in a cluster that of its network, and anybody
     could connect. vLLM opens such groups in each worker."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bench.experiment.runner import Experiment, Slot, run_all
 from bench.runs import LearnerRun
 from deploy.launch import Process, Processes, supervised
@@ -45,6 +47,7 @@ def test_slots_run_everything_side_by_side_and_report_how_it_ended(tmp_path: Pat
     assert time.monotonic() - began < 20.0
 
 
+@pytest.mark.slow
 def test_at_the_deadline_what_runs_is_stopped(tmp_path: Path) -> None:
     """All together, however long each takes to end."""
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"

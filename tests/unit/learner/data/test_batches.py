@@ -207,6 +207,7 @@ def test_a_worker_that_hangs_is_told_and_ended() -> None:
     assert time.monotonic() - started < 30
 
 
+@pytest.mark.slow
 def test_a_stop_signal_to_the_whole_group_leaves_the_workers_at_work() -> None:
     """A terminal's Ctrl-C reaches them too, and the learner still needs prompts to end its step."""
     samples = make_samples(2)
@@ -220,6 +221,7 @@ def test_a_stop_signal_to_the_whole_group_leaves_the_workers_at_work() -> None:
             assert same_prompt(before[0], after[0]), signum
 
 
+@pytest.mark.slow
 def test_workers_fork_from_a_process_that_has_imported_what_they_need_and_end_with_a_killed_learner() -> None:
     code = (
         "import os, signal; from tests.unit.learner.data.fakes import ImportTellingEncoder, make_samples\n"

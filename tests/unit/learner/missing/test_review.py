@@ -245,6 +245,7 @@ def test_decisions_are_bounded_by_the_number_of_suggestions(tmp_path: Path) -> N
     assert {one.name for one in read_decisions(folder).values()} == {"\U0001f600" * 200}
 
 
+@pytest.mark.slow
 def test_the_review_is_where_its_url_says_and_nowhere_else(tmp_path: Path) -> None:
     folder, _ = folder_of(tmp_path)
     argv = [sys.executable, "-m", "learner", "find-missing", "review", str(folder), "--port"]

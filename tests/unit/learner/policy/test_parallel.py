@@ -14,7 +14,6 @@ from learner.policy.parallel import init_ranks
 from shared.errors import CollectiveError, ConfigError
 from shared.wire import ErrorBody
 from tests import ranks
-from tests.tiers import slow
 from tests.waits import wait_until
 
 
@@ -45,7 +44,8 @@ def test_more_processes_than_gpus_are_told(two_gpus: None) -> None:
         init_ranks({"LOCAL_RANK": "2", "RANK": "2", "WORLD_SIZE": "3"}, timeout_s=1.0)
 
 
-@pytest.mark.parametrize("hung", [0, slow(2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("hung", [0, 2])
 def test_the_rank_that_hangs_is_named_by_those_that_wait(hung: int, tmp_path: Path) -> None:
     """R24: of three ranks one sleeps; the healthy ones name it first, and not themselves."""
     ended = ranks.launch(__name__, 3, str(hung), str(tmp_path))

@@ -339,6 +339,7 @@ def served(run_dir: Path) -> Iterator[str]:
         process.wait(20)
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_a_browser_shows_what_comes_later(served: str, run_dir: Path, tmp_path: Path) -> None:
     """A real browser shows that the script has replaced the parts. Without one, plain HTTP is read."""

@@ -126,7 +126,7 @@ def test_an_interruption_adds_no_evaluation(tiny_text: Path, tmp_path: Path, mon
     assert (tmp_path / "run" / BEST_LINK).resolve().name == "checkpoint-4"
 
 
-@pytest.mark.parametrize("eval_on_start", [True, False])
+@pytest.mark.parametrize("eval_on_start", [True, slow(False)])
 def test_an_evaluation_that_was_cut_short_is_made_again(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eval_on_start: bool
 ) -> None:

@@ -189,6 +189,7 @@ def test_a_claim_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, mo
     assert (tmp_path / JOB).read_text() == "a"
 
 
+@pytest.mark.slow
 def test_every_start_of_torchrun_has_a_name_of_its_own() -> None:
     """The ranks that it starts again have the same one, though its id is given and the same each time."""
     rank = f'{sys.executable} -c "from learner.run.output_dir import *; print(torchrun_agent(os.environ))"; '

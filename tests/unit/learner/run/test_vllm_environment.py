@@ -10,7 +10,6 @@ import pytest
 
 from learner.run.environment import prepare_for_vllm
 from shared.addresses import free_port
-from tests.tiers import slow
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 JOIN = """
@@ -21,7 +20,8 @@ dist.init_process_group("gloo", init_method=address, world_size=1, rank=0, timeo
 """
 
 
-@pytest.mark.parametrize("prepared", [slow(False), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("prepared", [False, True])
 def test_one_rank_under_torchrun_can_make_a_group_of_its_own(*, prepared: bool) -> None:
     """vLLM does that for its engine; unprepared, it waits for a store that is not there."""
     environment = {**os.environ, **TORCHRUN}

@@ -55,6 +55,7 @@ def reference(words: list[int], keys: list[list[int]]) -> list[list[int]]:
     ]
 
 
+@pytest.mark.slow
 def test_the_kernel_sums_blocks_as_the_digest_describes() -> None:
     pytest.importorskip("triton")
     generator = torch.Generator().manual_seed(0)

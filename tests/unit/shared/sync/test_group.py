@@ -21,6 +21,7 @@ from shared.sync.calls import Begin
 from shared.sync.group import Communicator, _in_time, start_join
 from shared.sync.meeting import Seat
 from shared.waits import Deadline
+from tests.tiers import slow
 from tests.waits import wait_until
 
 
@@ -208,7 +209,7 @@ def _peer(port: int, ready: Connection) -> None:
     communicator.close()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [slow(signal.SIGSTOP), signal.SIGKILL])
 def test_a_peer_that_stops_or_dies_ends_the_broadcast(sent: signal.Signals) -> None:
     port = free_port()
     context = multiprocessing.get_context("spawn")

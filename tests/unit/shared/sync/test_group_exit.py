@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from shared.addresses import free_port
 
 ROOT = Path(__file__).parents[4]
@@ -22,6 +24,7 @@ for joined in [join.result() for join in joins]:
 """
 
 
+@pytest.mark.slow
 def test_leaving_groups_and_the_process_at_once_does_not_abort() -> None:
     """Threads that were still inside a group when the interpreter went ended good runs by SIGABRT."""
     command = [sys.executable, "-c", PROGRAM, *(str(free_port()) for _ in range(8))]
