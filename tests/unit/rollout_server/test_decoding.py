@@ -154,6 +154,7 @@ decoders.close()
 """
 
 
+@pytest.mark.slow
 def test_a_pause_of_the_server_is_not_the_pictures_fault() -> None:
     """It is decoded while the server stands still, for longer than decoding may take."""
     command = [sys.executable, "-c", PAUSED]

@@ -100,6 +100,7 @@ def test_an_engine_that_works_gets_more_time_but_not_for_ever() -> None:
     assert asyncio.run(run()) > 0.7 * BUSY_TURNS * SHORT_S
 
 
+@pytest.mark.slow
 def test_a_pause_of_the_server_itself_is_no_silence_of_the_engine() -> None:
     async def run() -> None:
         watch = StallWatch(STALL_S)

@@ -472,6 +472,7 @@ print(*images.load(sys.argv[1]).size)
 """
 
 
+@pytest.mark.slow
 def test_a_pause_of_the_process_does_not_end_a_fetch(url: str) -> None:
     """The bytes come while it stands still, for longer than a fetch may take."""
     command = [sys.executable, "-c", PAUSED, f"{url}/late.png"]

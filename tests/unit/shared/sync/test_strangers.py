@@ -25,6 +25,7 @@ from shared.sync.buckets import is_sealed, pack, seal, seal_key, spec_of
 from shared.sync.calls import Operation
 from shared.sync.group import Communicator, _Tcp, start_join
 from shared.sync.meeting import HELLO_BYTES, MAX_GUESTS, Seat, num_strangers
+from tests.tiers import slow
 
 HOST, RELAY_HOST, SECRET = "127.0.0.1", "127.0.0.2", b"of this group"
 
@@ -312,7 +313,7 @@ def flipping(at: int) -> Callable[[int, bytes], bytes]:
     return alter
 
 
-@pytest.mark.parametrize("at", [0, 4, HELLO_BYTES - 40, HELLO_BYTES - 1])
+@pytest.mark.parametrize("at", [0, slow(4), slow(HELLO_BYTES - 40), HELLO_BYTES - 1])
 def test_who_stands_between_can_change_no_hello(at: int) -> None:
     port = free_port()
     relay = Relay(port, flipping(at))
