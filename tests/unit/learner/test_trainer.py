@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("world_size", [slow(1), 2])
-@pytest.mark.parametrize("variant", ["sft", "rollout_matching_sft"])
+@pytest.mark.parametrize("variant", [slow("sft"), "rollout_matching_sft"])
 def test_every_sample_is_learned_once_per_epoch(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, variant: str
 ) -> None:
@@ -205,7 +205,7 @@ def test_a_save_before_the_first_resumed_step_keeps_what_was_carried(
     assert json.loads(stored.read_text())["cursor"] == before
 
 
-@pytest.mark.parametrize("variant", ["sft", "rollout_matching_sft"])
+@pytest.mark.parametrize("variant", [slow("sft"), "rollout_matching_sft"])
 def test_a_resumed_run_ends_with_the_uninterrupted_run_s_weights(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:
@@ -255,7 +255,7 @@ def test_rollouts_only_after_the_sync_of_the_present_weights(
 
 
 @pytest.mark.parametrize("world_size", [slow(1), 2])
-@pytest.mark.parametrize("quiet_after", [1, slow(3), 99])
+@pytest.mark.parametrize("quiet_after", [1, slow(3), slow(99)])
 def test_a_sync_that_waits_for_rollouts_comes_between_two_rows(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_after: int, world_size: int
 ) -> None:
@@ -531,7 +531,7 @@ def divide_by_zero(row: PackedRow) -> RowLoss:
 
 
 @pytest.mark.parametrize(
-    ("failing", "error"), [(allocate_too_much, OutOfMemoryError), (divide_by_zero, ZeroDivisionError)]
+    ("failing", "error"), [slow(allocate_too_much, OutOfMemoryError), (divide_by_zero, ZeroDivisionError)]
 )
 def test_whatever_ends_learning_the_last_whole_step_is_saved(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: Any, error: type[Exception]

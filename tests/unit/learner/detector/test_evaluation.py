@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from learner.__main__ import main
+from tests.tiers import slow
 
 
 @pytest.fixture
@@ -267,7 +268,7 @@ def scaled(box: list[float], sides: tuple[float, float]) -> list[float]:
 
 
 @pytest.mark.parametrize("unit", ["shares", "percent", "thousandths", "pixels"])
-@pytest.mark.parametrize("form", ["xywh", "xyxy"])
+@pytest.mark.parametrize("form", ["xywh", slow("xyxy")])
 def test_boxes_in_another_form_are_refused_with_the_form_that_fits(
     truth: Path, unit: str, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -297,7 +298,7 @@ def test_classes_numbered_in_another_order(truth: Path, capsys: pytest.CaptureFi
     assert f1(truth) == 1.0
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [slow(0), 1])
 def test_numbers_that_are_places_and_not_ids(truth: Path, first: int, capsys: pytest.CaptureFixture[str]) -> None:
     """The annotations' ids are 7 and 3."""
     rows = [{**row, "category_id": {7: 0, 3: 1}[row["category_id"]] + first} for row in results_of(truth)]
@@ -332,7 +333,7 @@ def test_numbers_from_0_where_0_was_never_found(truth: Path, capsys: pytest.Capt
         assert f"from {shift}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("spelling", ["Red", "RED ", "re-d", "crimson"])
+@pytest.mark.parametrize("spelling", ["Red", slow("RED "), slow("re-d"), "crimson"])
 def test_a_name_in_another_spelling_is_a_stranger(
     truth: Path, spelling: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -394,8 +395,8 @@ def test_a_file_without_boxes_is_said(truth: Path, capsys: pytest.CaptureFixture
     "there",
     [
         {"index.html": "my page"},
-        {"evaluation.json": '{"mine": 1}'},
-        {"evaluation.json": "no JSON", "index.html": "my page"},
+        slow({"evaluation.json": '{"mine": 1}'}),
+        slow({"evaluation.json": "no JSON", "index.html": "my page"}),
         {"evaluation.json": '[{"name": "a", "intervals": {}}]', "index.html": "predict's", "request.json": "{}"},
     ],
 )

@@ -22,6 +22,7 @@ from learner.data.units import PixelLimits
 from learner.doctor.data_report import length_report
 from learner.doctor.model_folder import other_than_trained
 from rollout_server.config import load_server_config
+from tests.tiers import slow
 from tests.unit.learner.config.model_sizes import MODELS
 from tests.unit.learner.data.annotations import jsonl, samples_of, voc, voc_object, yolo
 from tests.unit.learner.data.fakes import draw
@@ -126,7 +127,14 @@ def test_many_photographs_to_validate_by_are_not_all_asked_each_time(tmp_path: P
 
 @pytest.mark.parametrize(
     ("number", "least", "most", "warned"),
-    [(2, 1, 1, True), (5, 1, 2, True), (9, 2, 4, True), (24, 6, 8, True), (80, 20, 26, False), (300, 20, 45, False)],
+    [
+        (2, 1, 1, True),
+        (5, 1, 2, True),
+        (9, 2, 4, True),
+        (24, 6, 8, True),
+        (80, 20, 26, False),
+        slow(300, 20, 45, False),
+    ],
 )
 def test_few_photographs_leave_more_than_a_tenth_for_validation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int, least: int, most: int, warned: bool

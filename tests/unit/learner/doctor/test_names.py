@@ -14,6 +14,7 @@ from learner.doctor.check import check_machine, run_check
 from learner.doctor.model_folder import adapter_on_tied
 from learner.doctor.names import names_that_are_wrong
 from shared.config.parse import dump_yaml
+from tests.tiers import slow
 from tests.unit.learner.config.examples import changed, minimal, valid
 from tests.unit.learner.data.annotations import FINE, jsonl
 
@@ -48,7 +49,7 @@ def test_a_layer_that_does_not_exist_is_named_though_another_does(tiny_vlm: Path
 
 
 @pytest.mark.parametrize(
-    "name", ["lm_head", "embed_tokens", r".*(lm_head|q_proj)", "model.language_model.embed_tokens"]
+    "name", [slow("lm_head"), "embed_tokens", r".*(lm_head|q_proj)", slow("model.language_model.embed_tokens")]
 )
 def test_an_adapter_on_tied_weights_is_refused(tiny_vlm: Path, name: str) -> None:
     """An export or a sync of what it learned is not possible, so a run does not begin."""

@@ -53,6 +53,7 @@ def test_every_event_is_explained() -> None:
     assert written == set(EVENTS)
 
 
+@pytest.mark.slow
 def test_steps_of_every_source(
     servers: Servers, patient: None, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

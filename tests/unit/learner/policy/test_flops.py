@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from learner.config.sections.model import LoraConfig
 from learner.policy.load import Policy
 from learner.records import PackedRow
+from tests.tiers import slow
 from tests.unit.learner.policy.rows import image, policy_of, sample, segment
 
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
@@ -27,7 +28,7 @@ def counted(policy: Policy, row: PackedRow) -> float:
     return float(sum(by_module[name].get(product, 0) for name in names for product in PRODUCTS))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [slow(False), True])
 @pytest.mark.parametrize("lora", [None, LoraConfig(r=4, alpha=8)])
 def test_is_what_torch_counts(tiny_vlm: Path, lora: LoraConfig | None, checkpointing: bool) -> None:
     policy = policy_of(tiny_vlm, lora=lora, gradient_checkpointing=checkpointing)

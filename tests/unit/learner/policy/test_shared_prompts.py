@@ -19,6 +19,7 @@ from learner.policy.load import Policy
 from learner.policy.packed import pack_inputs
 from learner.records import PackedRow, PolicyTokens, Segment
 from learner.steps.buffered import copy_row
+from tests.tiers import slow
 from tests.unit.learner.policy.rows import CPU, gradients, image, policy_of, sample, segment
 
 SIZES = [(64, 64), (128, 128), (96, 160)]
@@ -84,7 +85,7 @@ def test_loss_and_gradients_are_those_of_whole_segments(
     check_equal(vlm, segments)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [slow(False), True])
 @pytest.mark.parametrize("lora", [None, LoraConfig(r=4, alpha=8)])
 def test_the_same_with_adapters_and_checkpointing(tiny_vlm: Path, lora: LoraConfig | None, checkpointing: bool) -> None:
     policy = policy_of(tiny_vlm, lora=lora, grpo=GrpoConfig(), gradient_checkpointing=checkpointing)

@@ -261,7 +261,7 @@ def test_time_that_is_up_ends_it_with_what_there_is(tmp_path: Path, monkeypatch:
 # ---- killed, and begun again ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("labels", [None, SURE])
+@pytest.mark.parametrize("labels", [slow(None), SURE])
 @pytest.mark.parametrize(
     ("owner", "name", "number"),
     [

@@ -100,6 +100,7 @@ def test_a_draw_of_0_takes_no_token_without_a_probability() -> None:
     assert found.tolist() == [[-torch.inf, 0.0, -torch.inf]]
 
 
+@pytest.mark.slow
 def test_greedy_of_another_family(tiny_qwen2_5_vl: Path, samples: list[Sample]) -> None:
     """Qwen2.5-VL."""
     policy = policy_of(tiny_qwen2_5_vl)
@@ -329,7 +330,7 @@ def test_rollouts_say_where_they_come_from(vlm: Policy, samples: list[Sample]) -
     assert (record.num_requests, record.chunk, record.ver) == (5, 2, PLACE["global_step"])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [slow(0.0), 1.0])
 def test_log_probabilities_are_those_of_the_learning_forward(
     vlm: Policy, samples: list[Sample], temperature: float
 ) -> None:
@@ -430,7 +431,7 @@ def test_training_goes_on_as_if_nothing_had_been_generated(tiny_vlm: Path, sampl
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [slow(False), True])
 def test_the_model_is_left_as_it_was(
     tiny_vlm: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:

@@ -64,6 +64,7 @@ def test_rollouts_are_made_by_the_present_weights(
     assert not events(config, "sync")
 
 
+@pytest.mark.slow
 def test_two_ranks_generate_what_one_would(tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11 R24: each rank generates for its own samples; rollouts, and so gradients, do not depend on the ranks."""
     options = {"max_steps": 1, "effective_batch_size": 4}

@@ -119,7 +119,7 @@ def test_one_m_step_is_no_buffer(tiny_text: Path, tmp_path: Path, monkeypatch: p
 # ---- resume --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [slow(1, 1), (2, 1), slow(1, 2)])
 def test_a_resume_in_the_middle_of_a_window_makes_new_rollouts_of_it(
     train: Train, tmp_path: Path, before: int, after: int
 ) -> None:
@@ -150,7 +150,7 @@ def test_a_run_resumed_between_windows_ends_with_the_uninterrupted_run_s_weights
         assert torch.equal(second.weights[name], tensor), name
 
 
-@pytest.mark.parametrize("stops", [(4, 5), (1, 2, 5)])
+@pytest.mark.parametrize("stops", [slow((4, 5)), (1, 2, 5)])
 def test_nobody_who_was_carried_is_lost_in_the_middle_of_a_window(
     train: Train, tmp_path: Path, stops: tuple[int, ...]
 ) -> None:

@@ -211,6 +211,7 @@ def run(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dic
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_a_model_learns_the_fields_from_its_own_answers(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from bench.tiny import build_tokenizer
 from learner.tasks.tokens import TokenBoundaries, TokenPieces, _splitting_tokens
 from tests.examples import examples
+from tests.tiers import slow
 
 COORDS = ["<|coord_0|>", "<|coord_77|>", "<|coord_999|>", "<|coord_1000|>", "<|im_end|>"]
 NUMBERS = st.integers(0, 1010).map(str) | st.sampled_from(["007", "[12", " 5]", "[1, 23, 456]", '"seat [7], "'])
@@ -41,7 +42,7 @@ def tokenizer_of(cut: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", [cut if cut in ("whole", "digits in threes") else slow(cut) for cut in CUTS])
 @settings(max_examples=examples(300), deadline=None)
 @given(parts=st.lists(PARTS, max_size=12))
 def test_parts_give_the_ids_of_the_whole(cut: str, parts: list[str]) -> None:

@@ -105,7 +105,9 @@ def test_what_overlaps_a_surer_find_is_not_counted() -> None:
     assert [(one.object.desc, one.relation) for one in named] == [("b", "free")]
 
 
-@pytest.mark.parametrize(("kind", "invented"), [("20% at random", 1.0), ("60% at random", 1.0), ("60% at random", 4.0)])
+@pytest.mark.parametrize(
+    ("kind", "invented"), [slow("20% at random", 1.0), slow("60% at random", 1.0), ("60% at random", 4.0)]
+)
 def test_votes_say_what_is_right_where_labels_are_missing_at_random(kind: str, invented: float) -> None:
     """Over 20 draws."""
     errors = []

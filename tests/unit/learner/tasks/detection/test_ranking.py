@@ -67,6 +67,7 @@ def test_models_keep_their_true_order_where_labels_have_gaps() -> None:
     assert has_gaps(known[3], judge.num_labels)
 
 
+@pytest.mark.slow
 def test_later_models_are_drawn_towards_the_first_also_after_a_resume() -> None:
     """A few hundred finds err by as much as models differ, if each model is judged by its own alone."""
     made = world(1, KINDS["border"], photographs=40)
@@ -87,6 +88,7 @@ def test_later_models_are_drawn_towards_the_first_also_after_a_resume() -> None:
     assert again.right.tolist() == after.right.tolist()
 
 
+@pytest.mark.slow
 def test_names_at_labels_say_how_often_names_without_a_label_are_right() -> None:
     """Classes that look alike, each with few labels: pixels say that there is an object, not which one."""
     made = world(1, KINDS["60% at random"], misnamed=0.3)
@@ -128,6 +130,7 @@ def test_an_order_that_depends_on_the_number_of_objects_is_not_decided() -> None
     assert ranked[1].precision == pytest.approx(60 / 95)
 
 
+@pytest.mark.slow
 def test_second_boxes_and_other_names_at_labels_are_wrong() -> None:
     made = world(4, KINDS["20% at random"], photographs=40)
     judge = GapJudge(made.samples, made.open_image)
