@@ -265,6 +265,14 @@ def unread(model: type[BaseModel], reads: set[Read]) -> list[str]:
     return sorted(paths[key] for key in keys)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_trees_afterwards() -> Iterator[None]:
+    """Millions of nodes would make each later collection of garbage take a second."""
+    yield
+    for cached in (trees, reads_outside, all_reads):
+        cached.cache_clear()
+
+
 @cache
 def trees() -> dict[str, ast.Module]:
     programs = ("shared", "rollout_server", "learner", "deploy")

@@ -308,6 +308,7 @@ def trainer(config: RunConfig, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, se
     def connect_sync(_: RunConfig, __: Policy, backend: FakeBackend, *___: Any, **____: Any) -> FakeSync:
         return FakeSync(backend)
 
+    garbage.set_aside()
     with ExitStack() as stack:
         with _BUILDING:  # one thread at a time: transformers loads models under global settings, so no broadcast either
             if config.rollout_matching.rollout_backend == "vllm":
@@ -330,7 +331,6 @@ def trainer(config: RunConfig, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, se
 
 def run(config: RunConfig, monkeypatch: pytest.MonkeyPatch, world_size: int = 1) -> list[Seen]:
     """Train to the end on `world_size` threads; what each rank did."""
-    garbage.set_aside()
     meeting = Meeting(world_size)
     seen = [Seen() for _ in range(world_size)]
 
