@@ -73,8 +73,8 @@ STEADY_S = 600.0
 
 @dataclass
 class Process:
-    """A child process in its own session. Its output goes to `log` (None: this program's own output). A rollout server
-    reports `server_id` in its answers; each start gets a new id."""
+    """A child process in its own session. The process's output goes to `log` (None: this program's own output). A
+    rollout server reports `server_id` in its answers; each start gets a new id."""
 
     name: str
     popen: subprocess.Popen[bytes]
@@ -249,7 +249,8 @@ def learner_argv(config_path: str, nproc: int, max_restarts: int = 0) -> list[st
 
 
 def ranks_argv(learner: LearnerLaunch) -> list[str]:
-    """Return the command that starts the learner's ranks by torchrun. It begins with `learner.via`, if that is set."""
+    """Return the command that starts the learner's ranks by torchrun. The command begins with `learner.via`, if that is
+    set."""
     if learner.nodes == 1:
         return [*learner.via, *learner_argv(learner.config, learner.nproc, learner.max_restarts)]
     # Every start gets a new store, because an old store holds the addresses of ended ranks.

@@ -1,13 +1,13 @@
 """torchrun for one machine, with readable messages at the end: `python -m deploy.torchrun --nproc N -- -m learner ...`.
 
 In: a number of ranks, and after `--` the module (`-m`) or script that each rank runs. Out: the ranks' output, and an
-exit code: 0, or the exit code of the rank that failed first (128 + signal if a signal ended it). One line replaces
-torchrun's traceback. SIGTERM and SIGINT reach the ranks. Ranks that still run after SHUTDOWN_TIMEOUT_S are killed. With
-`--max-restarts N` all ranks are restarted after one has failed, at most N times; a learner then resumes from its newest
-checkpoint.
+exit code: 0, or the exit code of the rank that failed first (128 + signal if a signal ended it). One readable line
+replaces torchrun's traceback. SIGTERM and SIGINT reach the ranks. Ranks that still run after SHUTDOWN_TIMEOUT_S are
+killed. With `--max-restarts N` all ranks are restarted after one has failed, at most N times; a learner then resumes
+from its newest checkpoint.
 
-This is `torch.distributed.run --standalone` in this process. For several nodes call `torchrun` itself, whose flags
-(--nnodes, --rdzv-endpoint, ...) all work with `-m learner`.
+The module runs `torch.distributed.run --standalone` in this process. For several nodes call `torchrun` itself, whose
+flags (--nnodes, --rdzv-endpoint, ...) all work with `-m learner`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: the learner's YAML, and how long to wait. Out: exit code 0 once every server has answered `/ready/` with 200; 1
 after the timeout, with the last answer of each server that is not ready; 2 if the configuration is wrong. Needs no
-token. It is for schedulers that start servers and learner separately.
+token. The command is for schedulers that start servers and learner separately.
 """
 
 from __future__ import annotations

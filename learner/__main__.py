@@ -675,13 +675,14 @@ def add_server(
     run: RunDir,
     group_port: Annotated[int, typer.Option(help="TCP port of the weight sync on the server's host.")] = 51216,
 ) -> None:
-    """Let a server join at the end of a step, after a full weight sync. Its token must be the run's."""
+    """Let a server join at the end of a step, after a full weight sync. The server's token must be the run's token."""
     _end(lambda: _ask_servers(run, "add", url, group_port))
 
 
 @servers.command("remove")
 def remove_server(url: ServerUrl, run: RunDir) -> None:
-    """Send a server no further requests from the end of the step on. It can be stopped after the next weight sync."""
+    """Send a server no further requests from the end of the step on. The server can be stopped after the next weight
+    sync."""
     _end(lambda: _ask_servers(run, "remove", url, None))
 
 

@@ -72,7 +72,7 @@ __all__ = [
 class FolderTokenizer:
     """The tokenizer in a model's folder: `tokenizer.json`, and the end token that `tokenizer_config.json` names.
 
-    It gives the same ids as transformers' AutoTokenizer, and loads without transformers and torch.
+    The ids are those of transformers' AutoTokenizer, but neither transformers nor torch is loaded.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -67,9 +67,9 @@ class Reader(Protocol):
     def __call__(self, path: str, data: DataConfig) -> Iterable[RawRecord | Sample]:
         """Read every record of the split at `path`, which is `data.train`, `data.val` or `data.test`.
 
-        A `RawRecord` has objects in pixels. It is checked and becomes a `Sample` as in the formats that are built in.
-        A `Sample` is used as it is. Relative image paths start at `data.image_root`, or else in the folder of `path`.
-        `width` and `height` 0: the size of the first image is taken. Ids must differ.
+        A `RawRecord` has objects in pixels. Each `RawRecord` is checked and becomes a `Sample`, as in the built-in
+        formats. A `Sample` is used as it is. Relative image paths start at `data.image_root`, or else in the folder of
+        `path`. `width` and `height` 0: the size of the first image is taken. Ids must differ.
 
         Raises DataError if a record cannot be used. `rollout-learner check` and every rank call this once per split.
         """
@@ -115,12 +115,13 @@ class Task(Protocol):
         ...
 
     def ground_truth(self, sample: Sample, loss: LossConfig) -> Target:
-        """Return the whole right answer for plain teacher forcing (`sft`, Channel-A steps). It also shows how long an
-        answer may become."""
+        """Return the whole right answer for plain teacher forcing (`sft`, Channel-A steps). The right answer also shows
+        how long an answer may become."""
         ...
 
     def stats(self, assignment: Any) -> Mapping[str, float]:
-        """Return counts of one rollout, by name. Their sums over a step's rollouts on all ranks are its metrics."""
+        """Return counts of one rollout, by name. A step's metrics are the sums of these counts over its rollouts on all
+        ranks."""
         ...
 
     def counts(self, assignments: Sequence[Any]) -> list[Mapping[str, float]]:
@@ -195,8 +196,8 @@ class LossFunction(Protocol):
     """The cost of a row's supervised tokens: `loss.function`."""
 
     def __call__(self, logprobs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the *sum* over tokens, a float32 scalar. It is not the mean: the learner divides once by the weight of
-        the whole step, so that packing and the number of ranks do not change the gradient.
+        """Return the *sum* over tokens, a float32 scalar. A mean would be wrong: the learner divides once by the weight
+        of the whole step, so that packing and the number of ranks do not change the gradient.
 
         `logprobs` [N], float32, in nats, with gradient: the log-probability of each label, given the tokens before it.
         `weights` [N], float32: positive. N is at least 1. Without a function the sum is
@@ -208,10 +209,10 @@ class LossFunction(Protocol):
 class Callback:
     """Is told of each step, evaluation and checkpoint: an entry of `training.callbacks`. To be subclassed.
 
-    Made and called on rank 0 alone, in its main thread. It may write files, send messages and keep state; a resumed run
-    makes a new one. It may not change weights or call torch.distributed: the other ranks wait for it, at most
-    `training.collective_timeout_s`. If it raises, the last whole step is saved, and the run ends on all ranks with a
-    CallbackError that names the callback.
+    Made and called on rank 0 alone, in its main thread. A callback may write files, send messages and keep state; a
+    resumed run makes a new one. A callback may not change weights or call torch.distributed: the other ranks wait for
+    it, at most `training.collective_timeout_s`. If it raises, the last whole step is saved, and the run ends on all
+    ranks with a CallbackError that names the callback.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -368,8 +369,8 @@ def _import(path: str) -> Any:
 
 
 def _load_file(path: str) -> ModuleType:
-    """Return the module in a file. Its name is made from `path` alone, because another module may have the file's name.
-    The name is the same on every rank, so that ranks can send each other objects of its classes."""
+    """Return the module in a file. The module's name is made from `path` alone, because another module may have the
+    file's name. The name is the same on every rank, so that ranks can send each other objects of its classes."""
     name = "part_" + "".join(c if c.isalnum() else f"_{ord(c):x}_" for c in path)
     if name in sys.modules:
         return sys.modules[name]

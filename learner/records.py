@@ -159,8 +159,9 @@ class PredictedObject(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ParsedRollout:
     """A rollout, parsed strictly. `token_ids[:prefix_length]` is the prefix that is kept. `tail_opening` is the text of
-    the appended tail before its first object. It is "{" or "[" if nothing of the rollout is usable. If the last token
-    of the prefix's last object also holds later text, the token is cut off, and `tail_opening` is the object's end."""
+    the appended tail before its first object. `tail_opening` is "{" or "[" if nothing of the rollout is usable. If the
+    last token of the prefix's last object also holds later text, the token is cut off, and `tail_opening` is the
+    object's end."""
 
     rollout: Rollout
     token_ids: NDArray[np.int64]  # [T] the rollout's `response_token_ids`
@@ -208,7 +209,7 @@ class EncodedPrompt:
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Target:
     """The tokens that are learned after one sample's prompt (Y_train). `labels[i]` is the right token at position i
-    (-100: ignored). It differs from `token_ids[i]` at matched coordinates."""
+    (-100: ignored). A label differs from `token_ids[i]` at matched coordinates."""
 
     token_ids: NDArray[np.int64]  # [Y]
     labels: NDArray[np.int64]  # [Y]
@@ -224,15 +225,15 @@ class PolicyTokens:
     purpose."""
 
     advantages: NDArray[np.float32]  # [L]
-    rollout_logprobs: NDArray[np.float32]  # [L] nats, by the rollout's weights; NaN: the same as the learner's
+    rollout_logprobs: NDArray[np.float32]  # [L] nats, by the rollout's weights; NaN: the same as the learner's.
     # Copies share this array, so that later passes know the probabilities before the first update on the rollout.
     first_logprobs: NDArray[np.float32]  # [L] nats, by the learner before the first update that learns the rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Segment:
-    """One sample's encoded prompt and target (Y_train). It is never split, never truncated. `labels[i]` is predicted
-    from the logits at i-1; everything before `prompt_length` has label -100 and weight 0."""
+    """One sample's encoded prompt and target (Y_train). A segment is never split and never truncated. `labels[i]` is
+    predicted from the logits at i-1; everything before `prompt_length` has label -100 and weight 0."""
 
     sample_id: str
     input_ids: NDArray[np.int64]  # [L]
@@ -395,9 +396,9 @@ class RolloutCallLog:
     belong to the first request. `splits` are the (micro_step_idx, first_req_idx, number of requests) that were sent
     again.
 
-    A call that is made ahead of the steps belongs to no step. It serves a share (the samples of one step, whichever
-    that will be). Its `micro_step_idx` is -1, and its seeds are computed from the share's number instead of the step's
-    number.
+    A call that is made ahead of the steps belongs to no step. Such a call serves a share (the samples of one step,
+    whichever that will be). Its `micro_step_idx` is -1, and its seeds are computed from the share's number instead of
+    the step's number.
     """
 
     global_step: int | None

@@ -4,8 +4,8 @@ One optimizer step: sync if the step's rollouts need newer weights, learn each m
 gradients over ranks once, clip, update, count. Rows come from the step source (`learner.steps.source`). If the source
 allows it, a sync that must wait for rollouts in flight runs between two rows. The step's loss is the weighted mean over
 all supervised tokens of the step on all ranks, so packing and the number of ranks do not change the gradient. An
-epoch's last step may have fewer samples than other steps. Its gradient and its learning rate are then multiplied by a
-factor: its number of samples divided by that of a whole step.
+epoch's last step may have fewer samples than other steps. Then the step's gradient and learning rate are multiplied by
+a factor: its number of samples divided by that of a whole step.
 
 Invariants: rollouts and evaluations run on weights that were synced after the last update (R10). Rollouts that run
 ahead of learning use the weights of the last sync instead. Every rank runs the same number of forward/backward passes
@@ -55,8 +55,8 @@ class Boundary:
 
 @contextmanager
 def start_set_aside() -> Iterator[Callable[[], None]]:
-    """Yield a function to call after each step. Its first call exempts all objects that exist then from garbage
-    collection, until the context ends. Cycles of such objects are only freed then."""
+    """Yield a function to call after each step. The function's first call exempts all objects that exist then from
+    garbage collection, until the context ends. Cycles of such objects are only freed then."""
     set_aside = False
 
     def after_step() -> None:

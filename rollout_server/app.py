@@ -93,7 +93,7 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.config = config
-    # This only adds the token to the OpenAPI document. `Guard` checks the token.
+    # `guarded` only adds the token to the OpenAPI document. `Guard` checks the token.
     guarded = [] if token is None else [Security(HTTPBearer(scheme_name="token"))]
     probes = _router(config.url_prefix, _Route, ErrorBody, [])
     _add_probes(probes, service)
@@ -208,7 +208,7 @@ def _add_probes(router: APIRouter, service: RolloutService) -> None:
     async def ready(request: Request) -> Response:
         """Does the server answer rollouts now? Needs no token.
 
-        It does not while weights change, or after a failed sync.
+        The server is not ready while weights change, or after a failed sync.
         """
         service.check_ready()
         return JSONResponse({"status": "ready", "server_id": service.server_id})

@@ -1,8 +1,8 @@
 """Decodes images in separate processes, which can be killed (R16).
 
 Decoding runs C code on untrusted bytes: it may take minutes, or crash its process. In: image strings. Out: decoded
-images. `python -m rollout_server.decoding FD MAX_PIXELS` starts a decoding process. It has neither the token nor the
-engine, and its memory is limited.
+images. `python -m rollout_server.decoding FD MAX_PIXELS` starts a decoding process. The process has neither the token
+nor the engine, and its memory is limited.
 
 Invariants:
 - a request is decoded only if the sum of pixels times scans over its images is at most MOST_COST;
@@ -10,7 +10,7 @@ Invariants:
   is closed;
 - a request is decoded within DECODE_S, not counting pauses of the server. After that, or when its `PixelShare` is
   closed, the decoding process is killed;
-- each thread that decodes uses one process. It is started when it is first needed.
+- each thread that decodes uses one process, which is started when it is first needed.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Budget:
 
 
 class Decoders:
-    """Reads and decodes the images of requests. Its methods block, so call them on threads."""
+    """Reads and decodes the images of requests. All methods block, so call them on threads."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config

@@ -66,6 +66,7 @@ T = TypeVar("T")
 _MAX_TOKENS = "request_config.max_tokens"
 END_S = 12.0  # max wait for the engine's processes to end; containers allow 15 s beyond `shutdown_timeout_s`
 _MOST_HELD_S = 1.0  # max seconds of a pause of the engine; requests that come in a pause share an engine step
+
 # Max tokens of a step that is captured as a CUDA graph. The sizes captured in addition to vLLM's own are multiples of
 # `_CAPTURED_EVERY` tokens.
 _MOST_CAPTURED, _CAPTURED_EVERY = 512, 64
@@ -333,8 +334,8 @@ class VllmEngine:
             with contextlib.suppress(TimeoutError):
                 async with time_limit(_MOST_HELD_S):
                     await sent.wait()
-            # This call is sent even while the engine stalls, because the engine must not stay paused when it answers
-            # again.
+            # The resume call is sent even while the engine stalls, because the engine must not stay paused when it
+            # answers again.
             resuming = asyncio.ensure_future(core.resume_scheduler_async())
             with self._vllm_errors():
                 async with self._stalls.guard():
@@ -364,13 +365,14 @@ class VllmEngine:
         # By default vLLM kills its processes after 5 s, too early on a busy machine. Older versions have no `timeout`.
         limit = {"timeout": END_S} if "timeout" in inspect.signature(self._llm.shutdown).parameters else {}
         self._llm.shutdown(**limit)
-        self._llm.shutdown = lambda: None  # vLLM's destructor would call it again while Python exits
+        self._llm.shutdown = lambda: None  # vLLM's destructor would call it again while Python exits.
         # Some libraries complain about objects that are left at exit, so the collector may free all objects again.
         gc.unfreeze()
 
     @contextlib.asynccontextmanager
     async def _rendered(self, request: RolloutInferRequest) -> AsyncIterator[Prompt]:
-        """Yield the rendered prompt. Its images take memory until the block ends. Cancelling stops their decoding."""
+        """Yield the rendered prompt. The prompt's images take memory until the block ends. Cancelling stops their
+        decoding."""
         with contextlib.closing(self._renderer.decoders.share()) as share:
             yield await self._on_thread(self._renderer.render, request, share)
 

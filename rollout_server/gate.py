@@ -5,7 +5,7 @@
          serving --poison--> poisoned        updating --complete_base--> poisoned --begin_update(adapter)--> draining
 
 `Gate` is the pure state machine: no clock, no asyncio, no engine. `WaitingGate` adds the waiting: calls wait for
-updates, updates wait for calls, both up to a deadline. It must be used on one event loop only.
+updates, updates wait for calls, both up to a deadline. `WaitingGate` must be used on one event loop only.
 
 Invariants:
 - calls are in flight only in `serving` and `draining`, so no call sees two versions;
@@ -13,7 +13,7 @@ Invariants:
 - versions rise, also over several learners, so two models are never served under one version;
 - `poisoned` (no call is let in) ends only with a complete full update, because weights are overwritten in place and
   cannot be restored; the base weights of an adapter are complete only together with the adapter of the same learner;
-- only the learner that opened the group can send an update. It is known by its `incarnation`, a random id;
+- only the learner that opened the group can send an update. A learner is known by its `incarnation`, a random id;
 - a refused request changes nothing.
 """
 

@@ -90,10 +90,11 @@ def _stat(pid: int) -> tuple[str, float]:
 def _watch(server_pid: int) -> None:
     # If the parent has ended, process 1 is the parent now. Process 1 must not be killed.
     family = {os.getppid(), os.getpid()} - {1, server_pid}
-    with contextlib.suppress(ProcessLookupError):  # the server has already ended
+    with contextlib.suppress(ProcessLookupError):  # the server has already ended.
         # A descriptor always means the same process, while a process id may be reused.
         server = os.pidfd_open(server_pid)
-        # `select` returns the descriptor once the server has ended. Its children cannot be listed after that.
+        # `select` returns the descriptor once the server has ended. The server's children cannot be listed after its
+        # end.
         family |= descendants(server_pid)
         while not select.select([server], [], [], _LOOK_EVERY_S)[0]:
             family = descendants(server_pid)

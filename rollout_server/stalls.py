@@ -84,7 +84,7 @@ class StallWatch:
         # Two pings are 0.25 `stall_s` apart, so a stall is noticed within `stall_s` of its begin.
         turn_s, before, self._silent_s = 0.75 * self._stall_s, used_s(), 0.0
         for _ in range(BUSY_TURNS):
-            # This wait does not count pauses of this process, so that they are not taken for a silent engine.
+            # `ends_within` does not count pauses of this process, so that they are not taken for a silent engine.
             if await ends_within(turn_s, asking):
                 return True
             self._silent_s += turn_s

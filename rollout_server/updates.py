@@ -54,6 +54,7 @@ from shared.wire import (
 SyncCall = TypeVar("SyncCall", InitCommunicatorCall, UpdateWeightsCall)
 MOST_SYNC_S = 600.0
 _SLICE_S = 0.25  # max seconds that a worker waits in one call during an update
+
 # A worker is asked again and again whether it has joined the group. The numbers: seconds that one call waits, and
 # seconds between two calls. A call must not wait, because the engine generates meanwhile.
 _LOOK_S, _BETWEEN_LOOKS_S = 0.0, 0.02
@@ -194,7 +195,7 @@ class WeightUpdates:
 
     async def close_group(self, call: CloseCommunicatorCall) -> None:
         """Leave the group if it is this learner's. Otherwise do nothing, so that a late call does no harm."""
-        # This call may arrive after the next learner has opened its group.
+        # A late call of an ended learner may arrive after the next learner has opened its group.
         if call.incarnation == self._gate.incarnation:
             self._break_off("the learner closed the group")
             async with self._alone():
@@ -288,10 +289,10 @@ async def load_and_score(
     Caches are reset right after the receiving has begun. If the model can run while weights are loaded, the canary's
     requests are queued before the load ends.
 
-    Weights that are not finite leave NaN in the KV cache. There, NaN spoils answers of later weights, because attention
-    also reads places that it gives no weight. So if a canary's scores are not finite, the cache is cleared, and the
-    scores are computed once more. With `clear_cache`, the cache is cleared before the canary is scored, which takes as
-    long as writing all of the cache.
+    Weights that are not finite leave NaN in the KV cache. NaN in the cache spoils answers of later weights, because
+    attention also reads places that it gives no weight. So if a canary's scores are not finite, the cache is cleared,
+    and the scores are computed once more. With `clear_cache`, the cache is cleared before the canary is scored, which
+    takes as long as writing all of the cache.
     """
     # The adapter gets a new name each time, because vLLM finds cached prefixes by the adapter's name.
     engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)

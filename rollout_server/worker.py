@@ -44,7 +44,7 @@ P = ParamSpec("P")
 _Memory: TypeAlias = "torch.Tensor | Iterable[_Memory]"
 BUCKETS_AHEAD = 2  # buckets that are received while another one is loaded
 
-# These functions are called at import, because the server may die during the seconds in which the engine starts.
+# The functions below are called at import, because the server may die during the seconds in which the engine starts.
 end_with_server()
 sleep_when_idle()
 adapt_linear_layers_only()

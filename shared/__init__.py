@@ -1,1 +1,1 @@
-"""Code that the rollout server and the learner share. This package imports neither of them."""
+"""Code that the rollout server and the learner share. `shared` imports neither of the two programs."""

@@ -3,7 +3,7 @@ model (R09, D14). Pure functions, used on both sides.
 
 vLLM scores a whole answer without its prefix cache, but rollouts read that cache. So some tokens of each answer are
 scored a second time, each by a separate request that reads the cache. Only these requests find cached keys and values
-of old weights. Their gaps have a separate mean.
+of old weights. So gaps in scores from the cache have a separate mean.
 """
 
 from __future__ import annotations

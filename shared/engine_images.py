@@ -1,7 +1,7 @@
 """Reads the processed images that vLLM's image processor sends to the engine's vision tower (R45).
 
-In: vLLM's renderer, and prompts. Out: `ProcessedImages` (digests and some values of the pixels). Both programs have an
-engine: `EngineImages.look` is for the server's engine, `looking` for the learner's.
+In: vLLM's renderer, and prompts. Out: `ProcessedImages` (digests and some values of the pixels). `EngineImages.look` is
+for the server's engine, `EngineImages.looking` for the learner's engine.
 
 Invariants: the engine's input stays the same. Digests are made once per image, on threads, during the generation. vLLM
 drops a processed image once it has been sent to the engine, and keeps only its hash. If such an image has no digest
@@ -132,8 +132,8 @@ class EngineImages:
 
 
 def beginning(whole: Prompt, rendered: EngineInput, prompt: Prompt) -> EngineInput | None:
-    """Return what vLLM would render for `prompt`, cut from `rendered`, which vLLM rendered for `whole`. Both prompts
-    have the same images. None if `whole` does not begin with `prompt` and all images."""
+    """Return what vLLM would render for `prompt`, cut from `rendered`, which vLLM rendered for `whole`. `whole` and
+    `prompt` have the same images. None if `whole` does not begin with `prompt` and all images."""
     number = len(prompt.token_ids)
     if whole.token_ids[:number] != prompt.token_ids or whole.pixels != prompt.pixels:
         return None

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Content = str | Sequence[Mapping[str, object]]  # a chat turn's text, or its parts as chat templates take them
 Turn = Mapping[str, Content]  # a chat turn as plain data: its "role" and its "content"
+
 # Every vLLM engine on CPU needs this. A prefill in two chunks draws one random number too many, which vLLM undoes on
 # CUDA only. On CPU a seeded prompt in chunks ends the engine ("CPU Generator does not use offset").
 CPU_ENGINE_ARGS = {"enable_chunked_prefill": False}
@@ -154,7 +155,8 @@ def limit_pixels(
             wanted="min_pixels <= max_pixels",
             remedy="correct one of them",
         )
-    own = images.size  # Both "edges" hold numbers of pixels. If only one limit is given, the other is adjusted.
+    # The "edges" in `size` hold numbers of pixels. If only one limit is given, the other is adjusted.
+    own = images.size
     least = min_pixels or min(own["shortest_edge"], max_pixels or own["shortest_edge"])
     size = {"shortest_edge": least, "longest_edge": max_pixels or max(own["longest_edge"], least)}
     images.size = type(own)(**size)
@@ -183,8 +185,8 @@ class Generation:
 @dataclass(frozen=True, kw_only=True)
 class Scores:
     prompt_token_ids: list[int]
-    logprobs: list[float]  # natural log-probability of each response token
-    # natural log-probabilities of some response tokens again, computed through the prefix cache
+    logprobs: list[float]  # natural log-probability of each response token.
+    # Natural log-probabilities of some response tokens again, computed through the prefix cache
     cached_logprobs: list[float] = field(default_factory=list)
     pixels: ProcessedImages | None = None  # what the vision tower saw; None: not asked for
 
@@ -211,12 +213,12 @@ def sampling_params(config: RequestConfig, seed: int | None) -> SamplingParams:
         # Greedy decoding needs no seed, and a random generator per request costs time.
         seed=seed if config.temperature > 0 else None,
         stop=list(config.stop),
-        logprobs=0 if config.logprobs else None,  # 0: only the sampled token's log-probability
+        logprobs=0 if config.logprobs else None,  # 0: only the sampled token's log-probability.
         # Flat lists: an object and a dict per token would slow down Python's garbage collector.
         flat_logprobs=config.logprobs,
         skip_special_tokens=False,  # the text shows every token
         spaces_between_special_tokens=False,
-        # Only stop strings need the text token by token. One pass at the end is much cheaper.
+        # Only stop strings need the text token by token. Decoding the text once, at the end, is much cheaper.
         detokenize=bool(config.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

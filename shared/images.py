@@ -8,8 +8,8 @@ A string names an image in one of five ways, tried in this order:
 4. the path of an existing file, below a folder that is allowed
 5. base64 of an image: the decoded bytes begin like JPEG, PNG, WebP, GIF, BMP or TIFF
 
-Everything else is a MediaError that names all five. Its message is the same for a file outside the allowed folders and
-for a file that does not exist.
+Everything else is a MediaError that names all five. The error's message is the same for a file outside the allowed
+folders and for a file that does not exist.
 
 Pixels are RGB and upright: the EXIF orientation is applied, so boxes refer to the picture as people see it. Transparent
 pixels become white, because people never see their stored colour, which is mostly black. 16-bit grey is scaled to 8
@@ -54,7 +54,8 @@ _SPACES = b" \t\n\r\f\v"
 _MOST_PERCENTS = 1 << 20  # max `%XX` in a data URL; decoding one takes 100 times the memory of its three bytes
 _LONGEST_PATH = 4096  # max bytes of a path: Linux's PATH_MAX
 
-# `max_pixels` replaces Pillow's own limit. That limit only warns, and the warning can only be silenced for all threads.
+# `max_pixels` replaces Pillow's own limit. Pillow's limit only warns, and the warning can only be silenced for all
+# threads.
 Image.MAX_IMAGE_PIXELS = None
 
 _JPEG_SCAN = b"\xff\xda"

@@ -66,8 +66,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def locked_folder(prefix: str, around: Path, *, leave: Callable[[Path], bool] = lambda _: True) -> str:
-    """Make a folder for the temporary files of this process and its forked children. It is removed when this process
-    ends. If SIGKILL prevents that, the next call with the same `prefix` removes it, unless `leave(folder)` is False."""
+    """Make a folder for the temporary files of this process and its forked children. The folder is removed when this
+    process ends. If SIGKILL prevents that, the next call with the same `prefix` removes it, unless `leave(folder)` is
+    False."""
     for lock in around.glob(f"{prefix}*/{LOCK}"):
         if (handle := _lock(lock)) is not None:
             if leave(lock.parent):

@@ -1,4 +1,4 @@
-"""Seeds of rollouts (R11). They depend only on the run, the step and the request, not on servers, ranks or time.
+"""Seeds of rollouts (R11). A seed depends only on the run, the step and the request, not on servers, ranks or time.
 
     request_seed = (base_seed(run_seed, global_step, micro_step_idx) + req_idx) mod (2**31 - 1)
 

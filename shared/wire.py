@@ -1,7 +1,7 @@
 """Every HTTP body between learner and rollout server. Unknown fields are refused; images are strings.
 
 `/infer/` takes ms-swift's `RolloutInferRequest` and `RequestConfig` as its clients write them (null stands for a field
-that was left out). It answers ms-swift's `RolloutOutput`: a list in request order, or with `Accept:
+that was left out). `/infer/` answers ms-swift's `RolloutOutput`: a list in request order, or with `Accept:
 application/x-ndjson` one `AnswerLine` per request, as soon as the request ends. A field that this server does not
 support must be empty. Each request of an infer call carries a `uuid`. A server that has answered a uuid gives the same
 answer again, so a retry after a lost reply never makes a second rollout.
@@ -332,8 +332,8 @@ class ScoreReply(WireModel):
 class InitCommunicatorCall(WireModel):
     """Join the group of one learner (the last rank) and the workers of its servers on this machine, server by server.
 
-    They meet at `group_port` of the server's own configured address, where rank 0 listens; the call returns when all
-    have joined.
+    The members meet at `group_port` of the server's own configured address, where rank 0 listens; the call returns when
+    all have joined.
     """
 
     incarnation: Name = Field(description="a random id of this group; a new one replaces the old group")

@@ -68,7 +68,8 @@ def write_place(place: Place, config_path: str, overrides: Sequence[str], out: P
 
 
 def examples() -> dict[str, str]:
-    """Return the shipped files by their path. Their image names are placeholders, which every place refuses."""
+    """Return the shipped files by their path. The image names in these files are placeholders, which every place
+    refuses."""
     found: dict[str, str] = {}
     for folder, (place, path) in EXAMPLES.items():
         out = Path(folder)

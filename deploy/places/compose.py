@@ -1,8 +1,8 @@
 """Docker Compose: one machine, a container for each server and one for the learner.
 
-Containers run as a user without rights, on a read-only root file system. They reach only each other: no port is
-published. They see only the files and folders of this machine that the configurations name. The run ends when the
-learner ends; a server that fails is started again.
+Containers run as a user without rights, on a read-only root file system. Containers reach only each other: no port is
+published. Of this machine, containers see only the files and folders that the configurations name. The run ends when
+the learner ends; a server that fails is started again.
 """
 
 from __future__ import annotations

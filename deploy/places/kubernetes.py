@@ -1,7 +1,7 @@
 """Kubernetes: a StatefulSet with a headless service for each entry of `servers`, and an indexed Job for the learner.
 
 Every server has an address of its own, because the learner calls each server and joins its group for weight syncs. Pods
-run as a user without rights, on a read-only root file system. They write only to the claimed volume (`runs`, the cache)
+run as a user without rights, on a read-only root file system. Pods write only to the claimed volume (`runs`, the cache)
 and to volumes that end with the pod (`/tmp`, `/dev/shm`). A NetworkPolicy lets only the learner's pods reach the
 servers.
 

@@ -108,8 +108,8 @@ def options(plan: Plan) -> list[str]:
 
 
 def launch_values(plan: Plan, out: Path) -> dict[str, Any]:
-    """Return the values of the launch file that the job uses. Its `via` runs each server and the learner as a Slurm
-    step on the machines chosen for it."""
+    """Return the values of the launch file that the job uses. The file's `via` runs each server and the learner as a
+    Slurm step on the machines chosen for it."""
     learner, first = plan.launch.learner, plan.num_servers
     machines = [f"${{NODE_{i}}}" for i in range(first, first + learner.nodes)]
     return {

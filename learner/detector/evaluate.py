@@ -211,8 +211,8 @@ def _is_evaluation(file: Path) -> bool:
 
 
 def _retained(name: str) -> str:
-    """Return the key for results on an annotation file that was given with `retain`. Its prefix keeps it apart from the
-    keys of the other files."""
+    """Return the key for results on an annotation file that was given with `retain`. The key's prefix keeps it apart
+    from the keys of the other files."""
     return f"retain {name}"
 
 

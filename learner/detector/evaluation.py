@@ -46,7 +46,7 @@ SHOWN = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5")
 
 
 class Scored(NamedTuple):
-    """A box with its score. Its bins (0 to 999 over the image) are not rounded."""
+    """A box with its score. The object's bins (0 to 999 over the image) are not rounded."""
 
     object: DetectionObject
     score: float

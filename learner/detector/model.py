@@ -198,6 +198,7 @@ BELONGS = (
     *("spiece.model", "sentencepiece.bpe.model", INFERENCE_NAME, CALIBRATION_NAME),
 )
 LICENSES = ("LICENSE*", "NOTICE*")  # license files, which an export has too
+
 # Names of the learner's own files and folders, which are not copied into an export.
 LEARNERS = ("training_state", "trainer_state.json", "manifest.json", "origin.json", "README.md")
 TEMPLATES = "additional_chat_templates"  # the only sub-folder that belongs to a model

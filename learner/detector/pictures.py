@@ -1,8 +1,8 @@
 """Draws boxes on photographs, and writes the page that shows the pictures.
 
 Pictures are JPEG, at most `LONGEST` pixels a side. Small photographs are enlarged. A class has one color on all
-pictures. The page is one file without scripts. It names the pictures by relative paths, so that the folder can be moved
-or served.
+pictures. The page is one file without scripts. The page names the pictures by relative paths, so that the folder can be
+moved or served.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from shared.validation import fault_of
 
 BoxFormat = Literal["xywh", "xyxy"]
 _ON = 0.5  # min IoU of a box that lies on an object
+
 # Results are refused if another unit or format makes the overlap with objects at least this many times as large.
 _CLEAR = 1.3
 _MOST_OUTSIDE = 0.25  # share of the boxes; if more lie outside their images, there is a warning

@@ -1,9 +1,9 @@
 """Checks a run before it starts: `rollout-learner check`, and `rollout-launch --check`.
 
 `preflight` finds every mistake in the configuration, in the files that it names and, with `read_data`, in all
-annotations. It needs no GPU, no model and no server, and imports neither torch nor vllm nor transformers. `run_check`
-prints the result; with `probe` it also asks each rollout server once. `check_machine` checks this machine and the
-servers too, with the checks of `machine.py` and `server_checks.py`.
+annotations. `preflight` needs no GPU, no model and no server, and imports neither torch nor vllm nor transformers.
+`run_check` prints the result; with `probe` it also asks each rollout server once. `check_machine` checks this machine
+and the servers too, with the checks of `machine.py` and `server_checks.py`.
 
 Exit codes: 0 ready, 2 for mistakes, 1 if only a check of the machine or of the servers failed.
 """
@@ -229,7 +229,7 @@ def check_machine(
     from learner.doctor import machine, server_checks
     from learner.doctor.data_report import in_words
 
-    logging.disable(logging.WARNING)  # only findings are printed, not what libraries log
+    logging.disable(logging.WARNING)  # only findings are printed, not what libraries log.
     # Mistakes in files and data do not hide what is wrong with the machine.
     found = preflight(path, world_size, environment, read_data=True, build_model=True, overrides=overrides)
     situation = _situation(found, environment, devices)

@@ -38,6 +38,7 @@ from shared.reading import json_of
 
 _MAX_NAMED = 12
 _LITTLE = 0.5  # share of a photograph's pixels; if the model sees less, there is a warning
+
 # The first steps take longer, because they compile.
 _WARM_UP_STEPS = 3  # number of first steps that the median leaves out
 _UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (0.0, "seconds"))

@@ -45,6 +45,7 @@ _TOKENS_PER_BOX = 40
 _LARGE_GIB = 30  # min memory of a GPU for a 4B model with LoRA beside vLLM (bench.cards)
 _MIDDLE_GIB = 20  # min memory for such a model if it and its optimizer are in host memory while vLLM generates
 _EVALUATIONS = 10  # number of evaluations in a run; a short run has fewer
+
 # A recipe ends `sft` after two evaluations without a gain, and measured runs on 32 to 256 samples were best after 8 to
 # 72 steps.
 _LEAST_STEPS = 8  # min steps between evaluations

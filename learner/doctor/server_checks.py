@@ -1,7 +1,7 @@
 """Checks the rollout servers, and what learner and servers must have in common. `CHECKS` lists the checks.
 
-The checks read the answers that `finding.look` got. Only `communicator` calls servers again. It joins a server's group
-and leaves it, and only if no other learner uses the server.
+The checks read the answers that `finding.look` got. Only `communicator` calls servers again. `communicator` joins a
+server's group and leaves it, but only if no other learner uses the server.
 """
 
 from __future__ import annotations

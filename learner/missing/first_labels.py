@@ -103,7 +103,8 @@ def _suggestions(one: Prediction) -> list[Suggestion]:
 
 
 def _coco(found: Sequence[tuple[Prediction, object]], classes: Sequence[str], beside: Path) -> str:
-    """Return the photographs as COCO without annotations. Their names are relative to the folder `beside`."""
+    """Return the photographs as COCO without annotations. The photographs' names are relative to the folder
+    `beside`."""
     images = [
         {
             "id": one.id,

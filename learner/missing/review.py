@@ -2,10 +2,10 @@
 `write`.
 
 In: a folder with `suggestions.json`. Out: `decisions.json` in this folder, saved after each decision, and a new
-annotation file, which `write` makes. A decision is `accept` with a name, or `reject`. Its key is the suggestion's index
-in the list. An audit shows some suggestions, drawn by chance. Its verdicts are in `audit.json`, which runs read
-(`labels.complete.audit`). The browser keeps a copy of the decisions, so that nothing is lost while this server does not
-answer. `learner.report.web` decides who reaches the page.
+annotation file, which `write` makes. A decision is `accept` with a name, or `reject`. Each decision's key is the
+suggestion's index in the list. An audit shows some suggestions, drawn by chance. The audit's verdicts are in
+`audit.json`, which runs read (`labels.complete.audit`). The browser keeps a copy of the decisions, so that nothing is
+lost while this server does not answer. `learner.report.web` decides who reaches the page.
 """
 
 from __future__ import annotations

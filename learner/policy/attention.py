@@ -36,6 +36,7 @@ from shared.errors import ConfigError
 SEGMENT_ATTENTION = "segment_flash"
 
 MAX_PADDING = 1.25  # max area (pieces x longest length) of a padded SDPA call, as a multiple of the sum of lengths
+
 # A CPU in bf16 computes plain matrix products (AMX) for up to so many keys, because SDPA is slower there.
 MATMUL_LENGTH = 512
 # Option for fewer heads of keys and values than of queries. torch 2.12 and later need it; earlier versions lack it.
@@ -124,8 +125,8 @@ def segment_attention(
     where: SegmentLayout | torch.Tensor
     if cu_seq_lens_q is not None:  # a vision tower
         where = cu_seqlens = cu_keys = cu_seq_lens_q
-        # `max_patches` is an upper bound, because windows within an image have fewer patches. It is known on the host,
-        # so the host need not wait for the device.
+        # `max_patches` is an upper bound, because windows within an image have fewer patches. `max_patches` is known on
+        # the host, so the host need not wait for the device.
         max_length = segments.max_patches if segments is not None else max_length_q or int(cu_seqlens.diff().max())
     else:
         assert segments is not None, "this model is called through learner.policy.packed only"
@@ -263,7 +264,7 @@ def share_calls(
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
     """Return the attention's output for a batch of padded pieces `[S, H, L, D]`. Keys and values may have fewer heads
-    than the queries. They may also have more tokens: the tokens of a shared prompt, which come first."""
+    than the queries. Keys and values may also have more tokens: the tokens of a shared prompt, which come first."""
     grouped = q.shape[1] != k.shape[1]
     num_before = k.shape[2] - q.shape[2]
     later: torch.Tensor | None = None

@@ -1,11 +1,11 @@
 """Computes the learner's log-probabilities of the canary: fixed answers by which a weight sync is tested (D14).
 
-In: a policy and fixed answers to a few prompts. Out: a `CanaryScorer`, which is called at every sync. It computes the
-answers' log-probabilities with the weights as they are sent: adapters merged, values rounded to the type in which they
-are sent. A server with exactly these values gives the same log-probabilities, except for differences between kernels.
-The effect of merging and rounding is reported separately, as `merge_gap`. To measure it, a second pass uses the weights
-as trained. If passes are not captured (see below), only every `MERGE_GAP_EVERY`th sync makes this second pass, and the
-other syncs report the last gap.
+In: a policy and fixed answers to a few prompts. Out: a `CanaryScorer`, which is called at every sync. The scorer
+computes the answers' log-probabilities with the weights as they are sent: adapters merged, values rounded to the type
+in which they are sent. A server with exactly these values gives the same log-probabilities, except for differences
+between kernels. The effect of merging and rounding is reported separately, as `merge_gap`. To measure it, a second pass
+uses the weights as trained. If passes are not captured (see below), only every `MERGE_GAP_EVERY`th sync makes this
+second pass, and the other syncs report the last gap.
 
 On CUDA, a forward pass is captured once as a CUDA graph (`pass_graph.py`). Replaying it takes the host a millisecond;
 launching every kernel of a model of 4B from Python takes 0.16 s. A pass with images reads values on the host, so while
@@ -129,9 +129,9 @@ def _as_trained() -> AbstractContextManager[Checksums]:
 
 
 class SideStream:
-    """A second stream of a CUDA device. Its work begins once all work that was launched before has ended. Work that is
-    launched later on the current stream runs at the same time, until `join`. The host never waits. Call `join` before
-    you change memory that the side stream's work reads.
+    """A second stream of a CUDA device. Work on the side stream begins once all work that was launched before has
+    ended. Work that is launched later on the current stream runs at the same time, until `join`. The host never waits.
+    Call `join` before you change memory that the side stream's work reads.
 
     Only graphs may run on this stream."""
 
@@ -141,7 +141,8 @@ class SideStream:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Launch the block's work on the side stream. It runs after all work that the current stream has so far."""
+        """Launch the block's work on the side stream. The work runs after all work that the current stream has so
+        far."""
         if self._stream is None:
             # The stream is made at first use. torch hands out 32 streams in turn. The engine took its streams earlier,
             # to capture CUDA graphs, so this stream is not one of them.
@@ -234,7 +235,7 @@ class RepeatedLogprobs:
 
     @cached_property
     def _inputs(self) -> PackedInputs:
-        """The inputs of the pass. They are made once and kept, because graphs read their memory."""
+        """The inputs of the pass. The tensors are made once and kept, because graphs read their memory."""
         return self._policy.answer_inputs(self._answers)
 
     @cached_property

@@ -63,8 +63,8 @@ def compile_layers(model: PreTrainedModel, wanted: Wanted, device: torch.device,
 def _with_gradients(
     layer: torch.nn.Module, compiled: Callable[..., object], hidden: torch.Tensor, *args: object, **kw: object
 ) -> object:
-    """Call a compiled layer. Its input is brought into the form that it has in most layers: an input without a gradient
-    gets one, and an input that is a view is copied."""
+    """Call a compiled layer. The layer's input is brought into the form that most layers' inputs have: an input without
+    a gradient gets one, and an input that is a view is copied."""
     # With another form torch would compile all layers twice (20 s for a model of 4B). The gradient is not used, and
     # costs the backward pass of three projections.
     if torch.is_grad_enabled() and not hidden.requires_grad and any(p.requires_grad for p in layer.parameters()):

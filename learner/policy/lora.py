@@ -4,9 +4,9 @@ In: a transformers model and the `model` section: `path` (maybe an adapter's fol
 model around the transformers model (or None without adapters), with `requires_grad` set.
 
 `AdapterWeights` gives two tensors per adapted layer: `{module}.lora_A.weight` `[rank, in]` and
-`{module}.lora_B.weight` `[out, rank]`, with modules named as in the checkpoint. Its `obstacle` says why an engine that
-supports only plain LoRA cannot apply this adapter. Invariants: `lora_B` is multiplied with the adapter's scaling in
-float32 before it is sent, so servers need not know the scaling. The trained weights do not change.
+`{module}.lora_B.weight` `[out, rank]`, with modules named as in the checkpoint. `AdapterWeights.obstacle` says why an
+engine that supports only plain LoRA cannot apply this adapter. Invariants: `lora_B` is multiplied with the adapter's
+scaling in float32 before it is sent, so servers need not know the scaling. The trained weights do not change.
 """
 
 from __future__ import annotations
@@ -169,9 +169,9 @@ def freeze(model: PreTrainedModel, prefixes: Sequence[str]) -> None:
 
 
 class AdapterWeights:
-    """The adapter's weights, for the adapter sync. `base`: the model's weights without the adapter. They are not
-    trained, but servers need them too. `obstacle`: why a server cannot apply this adapter; "" if it can. `rank`: the
-    largest rank of a layer."""
+    """The adapter's weights, for the adapter sync. `base`: the model's weights without the adapter. Base weights are
+    not trained, but servers need them too. `obstacle`: why a server cannot apply this adapter; "" if it can. `rank`:
+    the largest rank of a layer."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.base = CheckpointWeights(model, merge=False)
@@ -209,8 +209,8 @@ def _only(halves: torch.nn.ModuleDict) -> torch.nn.Linear:
 
 
 def _is_idle(layer: LoraLayer) -> bool:
-    """Return True if the layer's adapter is frozen (`model.freeze`) and its `lora_B` is zero. It then has no effect,
-    and an engine does not need it."""
+    """Return True if the layer's adapter is frozen (`model.freeze`) and its `lora_B` is zero. Such an adapter has no
+    effect, and an engine does not need it."""
     frozen = not any(p.requires_grad for name, p in layer.named_parameters() if "lora_" in name)
     return frozen and not any(whole(half.weight).any() for half in layer.lora_B.values())
 

@@ -41,8 +41,8 @@ class HostMemory:
         self._used = [0] * len(self._blocks)
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialised tensor in host memory, with the type and shape of `tensor`. It has the same order of
-        dimensions in memory, without gaps. Raises ConfigError if the host has too little memory."""
+        """Return an uninitialised tensor in host memory, with the type and shape of `tensor`. The new tensor has the
+        same order of dimensions in memory, without gaps. Raises ConfigError if the host has too little memory."""
         fitting = (i for i, block in enumerate(self._blocks) if self._used[i] + tensor.nbytes <= block.nbytes)
         index = next(fitting, len(self._blocks))
         if index == len(self._blocks):
@@ -68,8 +68,8 @@ class HostMemory:
 
 
 class Offload:
-    """Moves tensors from `device` to host memory and back. `tensors()` lists the tensors. It is called before each
-    move, because there are not always gradients."""
+    """Moves tensors from `device` to host memory and back. `tensors()` lists the tensors. `tensors()` is called before
+    each move, because there are not always gradients."""
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], device: torch.device) -> None:
         self._tensors, self._device = tensors, device

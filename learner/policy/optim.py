@@ -25,7 +25,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")  # tensors of the parameter's shape, sharde
 
 
 def learning_rate(step: int, *, peak: float, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
-    """Return the learning rate of update number `step` (counted from 0). It rises linearly to `peak` in the first
+    """Return the learning rate of update number `step` (counted from 0). The rate rises linearly to `peak` in the first
     `warmup_steps` updates, then follows the schedule, which ends after `total_steps`."""
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)

@@ -3,8 +3,8 @@
 In: a `PackedRow`, whose segments (a prompt and an answer each) have token ids, labels, loss weights and pixels. Out:
 the final hidden states of the row, and for each supervised token the position that predicts it.
 
-Segments with the same prompt form a group, and the row has the group's prompt once (R47). One piece of the row is the
-prompt, and each answer is a piece of its own. An answer attends to the prompt and to itself. The vision tower sees the
+Segments with the same prompt form a group, and the row has the group's prompt once (R47). The prompt is one piece of
+the row, and each answer is another piece. An answer attends to the prompt and to itself. The vision tower sees the
 prompt's images once. The prompt's last token predicts the first token of each answer. Losses and gradients are the same
 as with separate segments.
 
@@ -31,8 +31,8 @@ from learner.policy.policy_gradient import PolicyInputs, gather_policy
 from learner.records import PackedRow, Segment, VisionInputs
 from learner.tasks.supervision import check_supervision
 
-# An empty row computes on this segment of two unsupervised tokens (D5). It has two, because a compiler treats a size of
-# 1 as a special case.
+# An empty row computes on this segment of two unsupervised tokens (D5). The segment has two tokens, because a compiler
+# treats a size of 1 as a special case.
 _BLANK = Segment(
     sample_id="",
     input_ids=np.zeros(2, np.int64),
@@ -96,8 +96,8 @@ def pack_inputs(
 
 
 class _Piece(NamedTuple):
-    """The tokens `[begin, end)` of a segment. They attend to each other, and to the row's tokens `prefix`: the prompt
-    that the segment shares with others."""
+    """The tokens `[begin, end)` of a segment. A piece's tokens attend to each other, and to the row's tokens `prefix`:
+    the prompt that the segment shares with others."""
 
     segment: Segment
     begin: int

@@ -3,10 +3,10 @@
 In: a pass, and the weights that it reads. Out: a `PassGraph`, whose call repeats the pass with the present weights. The
 host needs a millisecond for this, and does not wait for the device.
 
-A model for images reads image sizes on the host, and copies tables to the device. Neither can be captured. But the
-inputs are always the same, so the values that are read or copied are the same in every pass, unless they depend on
-weights. So one pass is recorded in `Notes`: the values read, the values copied, and which tensors depend on weights.
-Then the pass is captured, and gets the recorded values instead of reading and copying.
+A model for images reads image sizes on the host, and copies tables to the device. Neither reading nor copying can be
+captured. But the inputs are always the same, so the values that are read or copied are the same in every pass, unless
+they depend on weights. So one pass is recorded in `Notes`: the values read, the values copied, and which tensors depend
+on weights. Then the pass is captured, and gets the recorded values instead of reading and copying.
 
 Invariants: a pass is not captured if the host reads values that depend on weights (as in a mixture of experts). Before
 the capture the pass runs once more with the recorded values, and must give the same output. In this trial torch refuses
@@ -234,8 +234,8 @@ def is_mask(index: object) -> TypeGuard[torch.Tensor]:
 
 
 def reads(func: OpOverload, args: object, kwargs: Given) -> bool:
-    """Return True if the operation reads a value of the device on the host, or copies between host and device. It is
-    False for indexing, also by a mask, which `Notes` handles separately."""
+    """Return True if the operation reads a value of the device on the host, or copies between host and device.
+    Indexing, also by a mask, gives False, because `Notes` handles it separately."""
     if func in _COPIES:
         asked = [torch.device(kwargs["device"])] if kwargs.get("device") is not None else []
         given = [one.device for one in tree_iter(args) if isinstance(one, torch.Tensor)]
@@ -246,7 +246,7 @@ def reads(func: OpOverload, args: object, kwargs: Given) -> bool:
 @contextmanager
 def _watched(factory: Callable[..., object], operation: Callable[..., object]) -> Iterator[None]:
     """Call, inside the block, `factory` in place of torch's functions, and `operation` in place of each operation that
-    they execute. Both get (function, args, kwargs) and return the function's result."""
+    they execute. `factory` and `operation` get (function, args, kwargs) and return the function's result."""
 
     class Factories(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Given | None = None) -> object:

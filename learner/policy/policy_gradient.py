@@ -11,7 +11,7 @@ is the token's advantage.
 
 In the first update the gradient is exactly -weight x w x A x grad(now). Tokens that are not part of a rollout
 (`is_policy` false) have the usual cross-entropy. k3 (Schulman 2020) estimates the KL divergence from the reference
-model, whose log-probability is `ref`. It is never negative.
+model, whose log-probability is `ref`. The estimate is never negative.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def write_first_logprobs(segments: Sequence[Segment], supervised: Sequence[np.nd
     """Store this pass's `logprobs` [N] as `first_logprobs` in the segments that have none yet, because this is their
     first pass. `supervised` is as in `gather_policy`."""
     values, start = logprobs.detach().float().cpu().numpy(), 0
-    for segment, at in zip(segments, supervised, strict=False):  # `supervised` may have one more entry: a blank image's
+    # `strict` is off, because `supervised` may have one more entry: a blank image's.
+    for segment, at in zip(segments, supervised, strict=False):
         # Only the first pass counts, because the weights of later passes were already changed by this rollout.
         if segment.policy is not None and np.isnan(segment.policy.first_logprobs[at]).any():
             segment.policy.first_logprobs[at] = values[start : start + len(at)]

@@ -239,8 +239,8 @@ def _parameter(value: torch.Tensor) -> torch.nn.Parameter:
 def merged_weight(
     layer: LoraLayer, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Return the layer's weight with its adapter merged in, as a new tensor that is not sharded. It is computed in
-    float32 on `device` (None: the layer's device), even under autocast, and then rounded to `dtype`."""
+    """Return the layer's weight with its adapter merged in, as a new tensor that is not sharded. The merge is computed
+    in float32 on `device` (None: the layer's device), even under autocast, and then rounded to `dtype`."""
     # A layer in host memory is copied to the device and merged there. For a model of 4B, copying takes half a second;
     # two CPU cores would merge for 35 s.
     device = device or layer.get_base_layer().weight.device
@@ -269,10 +269,10 @@ def _merged_by_peft(layer: LoraLayer, dtype: torch.dtype, device: torch.device |
 
 
 class _PlainMerge:
-    """The merge of a linear layer with one plain LoRA. It has peft's operations in peft's order, so the result is equal
-    to peft's bit for bit.
+    """The merge of a linear layer with one plain LoRA. The merge has peft's operations in peft's order, so the result
+    is equal to peft's bit for bit.
 
-    It is faster than peft: it computes a matrix product, and one kernel scales, adds and rounds."""
+    This merge is faster than peft's: after a matrix product, one kernel scales, adds and rounds."""
 
     def __init__(self, layer: LoraLayer) -> None:
         # The parameters are looked up once: finding them takes longer than launching the two kernels.
@@ -293,7 +293,7 @@ class _PlainMerge:
             alpha = self._scaling if self._is_exact else 1.0
             if not self._is_exact:
                 delta.mul_(self._scaling)
-            # This writes one float32 tensor of the weight's size. peft writes four.
+            # This merge writes one float32 tensor of the weight's size. peft's merge writes four.
             return torch.add(base, delta, alpha=alpha, out=torch.empty_like(delta, dtype=dtype))
 
 

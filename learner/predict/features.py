@@ -20,6 +20,7 @@ Floats = NDArray[np.float64]
 Counts = Floats  # [..., len(metrics.COLUMNS)]
 NUM_DRAWS = 2000  # number of bootstrap draws of scenes
 F1, F1_ANY = "f1@0.5", "f1_any@0.5"  # names of metrics; `any`: descriptions are ignored
+
 # One name for each kind in `exposure.KINDS`, in the same order.
 KIND_NAMES = ("exposure_structure", "exposure_names", "exposure_coordinates", "exposure_gap")
 

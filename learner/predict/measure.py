@@ -1,9 +1,9 @@
 """`rollout-learner recipe --only-measure`: runs a model over a sample of its data, and recommends a method.
 
-In: the configuration of a planned run. Its model, data, task and decoding matter; trainer variant, servers and length
-of training do not. Out: printed features, a method, and its reasons; with `--json` also a file. The model answers
-training scenes. If there is a validation file, its scenes are measured too, to show overfitting. Missing labels are
-estimated as `labels.complete` does. A GPU is used if there is one.
+In: the configuration of a planned run. Only the run's model, data, task and decoding matter here, not its trainer
+variant, servers and length. Out: printed features, a method, and its reasons; with `--json` also a file. The model
+answers training scenes. If there is a validation file, its scenes are measured too, to show overfitting. Missing labels
+are estimated as `labels.complete` does. A GPU is used if there is one.
 """
 
 from __future__ import annotations

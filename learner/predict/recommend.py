@@ -42,14 +42,17 @@ from learner.tasks.detection.completion import MISSING, CompletionEstimate
 
 PARSE_RATE = 0.5  # below this share of readable answers, sft comes first
 LEAST_F1 = 0.05  # below this F1 of greedy answers, sft comes first
+
 # With 40% of the labels missing, a model that detected 96% of the labelled digits gained nothing from completed labels.
 # The models that gained had detected 87% or less.
 FOUND = 0.90  # a model that finds more than this share of the labelled places gains nothing from completed labels
 HEADROOM = 0.03  # min gain worth training for: F1 of the best of K answers minus F1 of the greedy answer
 NO_SIGNAL = 0.8  # max share of scenes whose K answers all have the same F1, for grpo to be recommended
+
 # With a gap of 0.0013 nats, rollout matching and sft were equally good.
 EXPOSURE = 0.02  # nats per token; with a larger exposure gap (`exposure.py`), rollout matching pays
 OVERFIT = 0.05  # nats per token; if validation labels cost more than training labels by this, more sft overfits
+
 # If F1 on training scenes exceeds F1 on validation scenes by more, the model knows the training scenes by heart.
 OVERFIT_F1 = 0.10
 RIGHT_F1 = 0.97  # above this F1 there is nothing left to gain
@@ -121,8 +124,8 @@ def _by_heart(found: Mapping[str, FeatureEstimate]) -> Rule:
 
 
 def _gaps(found: Mapping[str, FeatureEstimate], known: CompletionEstimate) -> Rule:
-    """Return the rule for missing labels. It holds if a sign shows that labels are not missing at random, or if the
-    interval of the share of missing labels is above MISSING."""
+    """Return the rule for missing labels. The rule holds if a sign shows that labels are not missing at random, or if
+    the interval of the share of missing labels is above MISSING."""
     missing = found.get("missing_labels")
     seen = [known.not_random] if known.not_random else []
     seen += [f"{_shown(missing)} of the objects found have no label"] if missing is not None else []
@@ -150,7 +153,7 @@ def _finds_all(found: Mapping[str, FeatureEstimate], gaps: Rule) -> Rule:
 
 
 def better_places(found: Mapping[str, FeatureEstimate], *, least_low: float = HEADROOM) -> Rule:
-    """Return the rule that recommends grpo. It holds if the best of K answers is better in places than the greedy
+    """Return the rule that recommends grpo. The rule holds if the best of K answers is better in places than the greedy
     answer: by more than HEADROOM, and with an interval above `least_low`. Also the K answers must differ in enough
     scenes."""
     headroom, silent = found["headroom_places"], found["no_signal"]

@@ -127,7 +127,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plane:
-    """The area of a chart between its axes. Its methods map data to drawing units."""
+    """The area of a chart between its axes. The methods map data to drawing units."""
 
     x_low: float  # data at the left edge
     x_high: float  # data at the right edge
@@ -156,14 +156,14 @@ class Plane:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """One figure. It has lines or stacked bars on a plane, or a row per horizontal bar or interval, or only a text."""
+    """One figure: lines or stacked bars on a plane, or a row per horizontal bar or interval, or only a text."""
 
     title: str
     value: str = ""  # text beside the title
     legend: Sequence[tuple[str, str]] = ()  # (name, color)
     plane: Plane | None = None
     lines: Sequence[tuple[str, Sequence[Column], bool]] = ()  # (color, columns, True: each column has a dot too)
-    tips: Sequence[tuple[Column, str]] = ()  # (where, tooltip); invisible stripes have the tooltips, without a script
+    tips: Sequence[tuple[Column, str]] = ()  # (where, tooltip); invisible stripes have the tooltips, without a script.
     # Stacked bars: (where, tooltip, parts), from bottom to top; a part is (color, lower y, upper y).
     stacks: Sequence[tuple[Column, str, Sequence[tuple[str, float, float]]]] = ()
     stack_width: float = 0.0  # width of a stacked bar, in drawing units

@@ -1,9 +1,9 @@
 """Serves a page that follows a run: `rollout-learner report --live RUN_DIR`.
 
 In: the run directory, as a learner writes it, and the rollout servers' `/status/`. Out: HTML over HTTP, by default on
-the loopback address. It shows loss, F1, match rate, queue, the servers' states, how busy ranks and servers are, and the
-newest answers, with their boxes drawn over their images, and all their tokens. `/` is the whole page. Every POLL_S its
-script fetches `/now` and replaces what has changed. `learner.report.web` decides who may read the page.
+the loopback address. The page shows loss, F1, match rate, queue, the servers' states, how busy ranks and servers are,
+and the newest answers, with their boxes drawn over their images, and all their tokens. `/` is the whole page. Every
+POLL_S its script fetches `/now` and replaces what has changed. `learner.report.web` decides who may read the page.
 
 This module only reads: it writes no file, trains nothing, and calls only `/status/` of a server.
 """
@@ -354,8 +354,9 @@ def create_app(run_dir: Path, *, host: str, token: str | None) -> FastAPI:
     made: list[tuple[float, str]] = []
 
     async def now() -> str:
-        """Return the changing part of the page. It is made at most once per POLL_S / 2, even if many browsers ask."""
-        # This runs in the event loop, so only one thread calls `view.now`.
+        """Return the changing part of the page. This part is made at most once per POLL_S / 2, even if many browsers
+        ask."""
+        # `now` runs in the event loop, so only one thread calls `view.now`.
         if not made or time.monotonic() - made[0][0] > POLL_S / 2:
             made[:] = [(time.monotonic(), view.now())]
         return made[0][1]

@@ -196,8 +196,8 @@ def _numbers(fields: object) -> dict[str, float]:
 
 
 def _record(kind: type[R], event: Mapping[str, Any], **others: Any) -> R:
-    """Return a record of type `kind`. Its int and float fields are read from the event's fields of the same names;
-    `others` are its other fields."""
+    """Return a record of type `kind`. The record's int and float fields are read from the event's fields of the same
+    names; `others` are its other fields."""
     read: Mapping[object, Callable[[Mapping[str, object], str], float]] = {"int": _count, "float": _number}
     numbers: dict[str, Any] = {f.name: read[f.type](event, f.name) for f in fields(kind) if f.type in read}
     return kind(**numbers, **others)

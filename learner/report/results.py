@@ -231,8 +231,8 @@ def _bad_records(run: RunRecord) -> list[str]:
 
 
 def _disagreement(progress: Progress) -> list[str]:
-    """Return a sentence for each evaluation whose recorded F1 differs from the F1 of its scenes. That happens if files
-    of two runs were mixed."""
+    """Return a sentence for each evaluation whose recorded F1 differs from the F1 of its scenes. The two differ if
+    files of two runs were mixed."""
     return [
         f"At step {point.global_step} the recorded F1@0.5 is {point.metrics[F1]:.3f}, "
         f"the scenes give {computed.value:.3f}."

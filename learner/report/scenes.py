@@ -1,12 +1,12 @@
 """Makes the report's gallery of scenes: images with labels and predictions drawn over them.
 
 In: evaluations of the same scenes. Out: a `Gallery` for `templates/scenes.html`, with a scene's evaluations side by
-side. It shows the scenes whose F1 changed most, the worst, the best, a few random ones, and some of every frequent
-class. Each scene is on the page once; filters show a part of the scenes.
+side. The gallery shows the scenes whose F1 changed most, the worst, the best, a few random ones, and some of every
+frequent class. Each scene is on the page once; filters show a part of the scenes.
 
-Images are read as in training (D13): upright by their EXIF orientation. They are in the page as data URIs: small images
-as PNG, which browsers enlarge without smoothing, others as JPEG of at most MAX_SIDE pixels. Every image is decoded and
-encoded again, so no byte of the source file reaches the page. URLs are not fetched.
+Images are read as in training (D13): upright by their EXIF orientation. Images are in the page as data URIs: small
+images as PNG, which browsers enlarge without smoothing, others as JPEG of at most MAX_SIDE pixels. Every image is
+decoded and encoded again, so no byte of the source file reaches the page. URLs are not fetched.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from learner.report.sheet import Sheet
 from shared.errors import MediaError
 from shared.images import ImageRules, Images
 
-# Max scenes of a filter; min scenes of a class's filter. Both are even: scenes with two panels are shown in pairs.
+# Max scenes of a filter; min scenes of a class's filter. Both numbers are even, because scenes with two panels are
+# shown in pairs.
 PER_FILTER, PER_CLASS = 8, 4
 MAX_CLASSES, MAX_SCENES = 12, 48  # max classes with a filter; max scenes on the page
+
 # Width of a drawing, height of a tag, width of its letters (all in drawing units); max letters of a tag.
 DRAWING, TAG_HEIGHT, TAG_LETTER, MAX_TAG = 300.0, 14.0, 7.0, 18
 # In pixels. Larger images are reduced to MAX_SIDE. The page asks browsers not to smooth an image that they enlarge, if
@@ -198,9 +200,9 @@ def choose_scenes(before: Mapping[str, Scene], after: Mapping[str, Scene] | None
 
 
 def choose_by_class(scenes: Mapping[str, Scene], chosen: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
-    """Return a filter for each of the most frequent classes, as `choose_scenes` does. It has all `chosen` scenes with a
-    label or prediction of the class. If these are fewer than PER_CLASS, other such scenes are added, with the lowest F1
-    first."""
+    """Return a filter for each of the most frequent classes, as `choose_scenes` does. A filter has all `chosen` scenes
+    with a label or prediction of the class. If these are fewer than PER_CLASS, other such scenes are added, with the
+    lowest F1 first."""
     classes = {key: {item.desc for item in (*scene.truth, *scene.predictions)} for key, scene in scenes.items()}
     frequent = Counter(item.desc for scene in scenes.values() for item in scene.truth).most_common(MAX_CLASSES)
     if len(frequent) < 2:

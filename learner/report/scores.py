@@ -47,8 +47,8 @@ class SceneOutcome:
     """How the predictions of a scene are judged. The first three fields have one entry per prediction."""
 
     outcomes: tuple[Outcome, ...]
-    ious: tuple[float, ...]  # the prediction's largest IoU with an object
-    # index of the object that the prediction is paired with; None: ignored, or a false positive
+    ious: tuple[float, ...]  # the prediction's largest IoU with an object.
+    # Index of the object that the prediction is paired with; None: ignored, or a false positive
     paired: tuple[int | None, ...]
     found: frozenset[int]  # indices of the objects that have a correct prediction
     num_truth: int  # number of labelled objects
@@ -125,7 +125,7 @@ def counts_by_iou(scenes: Sequence[Scene]) -> dict[float, DetectionCounts]:
     separately.
 
     Precision and recall at these thresholds are no precision-recall curve over scores: all boxes of an answer count,
-    whatever their scores. They say how well boxes fit.
+    whatever their scores. These curves say how well boxes fit.
     """
     correct, said = dict.fromkeys(THRESHOLDS, 0), dict.fromkeys(THRESHOLDS, 0)
     for scene in scenes:
@@ -214,7 +214,7 @@ class Progress:
     f1_before: F1Estimate | None
     f1_after: F1Estimate | None
     gain: F1Estimate | None  # F1@0.5 of `after` minus F1@0.5 of `before`, on the same scenes
-    curve: tuple[tuple[EvalPoint, F1Estimate], ...]  # every evaluation with F1@0.5, by step
+    curve: tuple[tuple[EvalPoint, F1Estimate], ...]  # every evaluation with F1@0.5, by step.
     # True: `before` is the main run's first evaluation, because this run began from the same model and has none.
     borrowed: bool
 

@@ -4,8 +4,8 @@ In: a `RunRecord`. Out: `Chart` and `Table` records for `templates/page.html`. E
 shown: a metric for which no chart is defined here gets a chart with the metric's name as title. If the loss or the
 gradient norm rises, a note explains what that means.
 
-The timeline shows what every rank and every server did at what time (R25, R31, R32), in one typical step. This is the
-step of median length, among the steps with rollouts if there are any.
+The timeline shows what every rank and every server did at what time (R25, R31, R32), in one typical step. The typical
+step is the step of median length, among the steps with rollouts if there are any.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ STEP_COLUMNS = {
     "GPU GiB": "gpu_peak_gib",  # only runs on a GPU measure it
 }
 NamedLine = tuple[str, str, str]  # a line's name, the metric that it shows, its color
+
 # SHOWN and STAGE2_SHOWN: metrics that get no chart of their own, because other charts show them. FOLDED: beginnings of
 # the names of metrics whose charts are shown on a click only.
 SHOWN = ("reward", "match_rate", "missed", "spurious", "unusable", "tokens_per_s")

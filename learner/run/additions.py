@@ -9,8 +9,8 @@ The copy says where a new object comes from, in the fields `origin`, `votes` and
 `answers` answers have the object. An object that a person added has only `origin`. YOLO files have no place for these
 fields.
 
-`RunAnnotations` writes the annotations of a run with completed labels, again after each completion. It replaces the old
-file only if the file's digest is in `labels/written.json` in the run directory. Then the run wrote it, and nobody has
+`RunAnnotations` writes the annotations of a run with completed labels, again after each completion. An old file is
+replaced only if its digest is in `labels/written.json` in the run directory. Then the run wrote it, and nobody has
 changed it since.
 """
 

@@ -48,7 +48,7 @@ class Verdict:
 @dataclass
 class BestEvaluation:
     """The values of `metric` so far, by step. `metric` None: no best checkpoint is kept, and the run never stops early.
-    `estimated`: the name of the metric for incomplete labels (D22). It is used instead of `metric` if the first
+    `estimated`: the name of the metric for incomplete labels (D22). `estimated` replaces `metric` if the first
     evaluation has it; None: `metric` is always used."""
 
     root: Path

@@ -245,8 +245,8 @@ class CheckpointStore:
         return next(reversed(self._complete()), None)
 
     def _complete(self) -> list[Path]:
-        """Return the complete checkpoints in order of steps. A folder without a manifest was not written by `save`. It
-        is left out, so it is neither loaded nor removed."""
+        """Return the complete checkpoints in order of steps. A folder without a manifest was not written by `save`.
+        Such a folder is left out, so it is neither loaded nor removed."""
         found = [(int(m[1]), p) for p in self.root.glob("checkpoint-*") if (m := _NAME.fullmatch(p.name))]
         return [path for _, path in sorted(found) if (path / MANIFEST).is_file()]
 

@@ -11,8 +11,9 @@ itself and avoids the loopback.
 `keep_compiled` sets the folders in which torch and Triton keep compiled code. A run's first step compiles for minutes.
 With the folder of an earlier run, it takes a fifth of this time.
 
-`prepare_for_vllm` sets variables for a vLLM engine inside the learner's process. It overrides two settings of the user,
-which cannot work here: an engine in a process of its own, and torchrun's store if there is one rank.
+`prepare_for_vllm` sets variables for a vLLM engine inside the learner's process. `prepare_for_vllm` overrides two
+settings of the user, which cannot work here: an engine in a process of its own, and torchrun's store if there is one
+rank.
 
 `shorten_turns` shortens the time for which a thread may keep the interpreter's lock while another thread waits for it.
 """

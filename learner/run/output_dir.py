@@ -30,8 +30,9 @@ KEY = "training.output_dir"
 RESUME_KEY = "training.resume_from_checkpoint"
 LABELS = "labels"  # folder of completed labels, in the run directory
 GAPS = "eval/gaps.json"  # file in which the first evaluation notes whether labels are missing (gaps)
-# This file says which run has claimed the folder. It has one line for each node's torchrun process, as `torchrun_agent`
-# returns it, or one line for a scheduler's job.
+
+# This file says which run has claimed the folder. JOB has one line for each node's torchrun process, as
+# `torchrun_agent` returns it, or one line for a scheduler's job.
 JOB = ".torchrun_job"
 # These are the files that a learner and its report write into a run directory.
 OWN = (

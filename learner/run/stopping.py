@@ -1,7 +1,7 @@
 """Ends a run early, with a checkpoint: at Ctrl-C, SIGTERM or a closed terminal, or when its time is over.
 
 In: signals. Out: `Stopped`, raised in the main thread. The first signal only records a request. The trainer calls
-`StopRequest.check` at each step. This call is collective, so all ranks raise `Stopped` at the same place. If no check
+`StopRequest.check` at each step. `check` is collective, so all ranks raise `Stopped` at the same place. If no check
 comes within half of `timeout_s` (during a long wait for rollouts), `Stopped` interrupts the main thread, but never
 while a checkpoint is written. After the whole `timeout_s`, or at a second Ctrl-C, the process ends at once.
 
@@ -28,7 +28,7 @@ _AGAIN_S = 0.2  # while a checkpoint is written, an interruption is tried again 
 
 
 class Stopped(BaseException):
-    """The run was asked to stop. This is no error, so it is a BaseException, as KeyboardInterrupt is: `except
+    """The run was asked to stop. A stop is no error, so the class is a BaseException, as KeyboardInterrupt is: `except
     Exception` does not catch it. `agreed`: all ranks raise it at the same place."""
 
     def __init__(self, signum: int, *, agreed: bool) -> None:

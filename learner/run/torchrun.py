@@ -15,9 +15,9 @@ from pathlib import Path
 from shared.private import locked_folder
 from shared.processes import describe, exit_code, without_working_directory
 
-# Seconds from torchrun's SIGTERM to its SIGKILL of the ranks, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set. They are
-# more than `training.stop_timeout_s`, so that a checkpoint can be written. They are fewer than the timeout of
-# `deploy.launch`, because that kills torchrun, and the ranks would live on.
+# Seconds from torchrun's SIGTERM to its SIGKILL of the ranks, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set. The number
+# is above `training.stop_timeout_s`, so that a checkpoint can be written. It is below the timeout of `deploy.launch`,
+# which kills torchrun: the ranks would live on.
 SHUTDOWN_TIMEOUT_S = 28
 
 

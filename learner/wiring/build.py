@@ -1,7 +1,7 @@
 """Makes every part of a run from its configuration, passes the parts to the `Trainer`, and closes them again.
 
-`connect.py` makes backend and sync, `steps.py` samples and rows. Only these three modules import all parts. They read
-environment variables only from the mapping that is passed in.
+`connect.py` makes backend and sync, `steps.py` samples and rows. Only these three modules import all parts. All three
+read environment variables only from the mapping that is passed in.
 """
 
 from __future__ import annotations
@@ -267,8 +267,8 @@ def _console(config: RunConfig, ranks: Ranks, total_steps: int, stack: ExitStack
 def _rollouts(
     basis: Basis, optimizer: Optimizer, token: str | None, log: MetricsLog, timeline: Timeline, stack: ExitStack
 ) -> tuple[Backend | None, Sync | None]:
-    """Return the rollout backend, and the sync that brings it weights. Both are None without rollouts. The sync is None
-    if the trained model itself generates."""
+    """Return the rollout backend, and the sync that brings it weights. Backend and sync are None without rollouts. The
+    sync is None if the trained model itself generates."""
     config, ranks, policy = basis.config, basis.ranks, basis.policy
     if not needs_rollouts(config):
         return None, None
@@ -331,7 +331,8 @@ def _journal(basis: Basis, log: MetricsLog, timeline: Timeline, console: Console
 
 
 def _label_completion(basis: Basis, backend: Backend | None, console: Console) -> LabelCompletion | None:
-    """Return the label completion. It changes `basis.data.train`, the list from which all parts read samples."""
+    """Return the label completion. The completion changes `basis.data.train`, the list from which all parts read
+    samples."""
     config, task = basis.config, basis.task
     if config.labels.complete is None:
         return None

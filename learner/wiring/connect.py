@@ -83,10 +83,10 @@ def connect_sync(
     *,
     ranks: Ranks = ALONE,
 ) -> Sync:
-    """Return the sync into the colocated engine, or to every server. It has joined the servers, after checks that they
-    serve the same model and render the same prompts. A sync is checked with the first of `samples`. Adapters are synced
-    if the configuration says so. Raises ServerError or SyncError. A `HfBackend` needs no sync, because it generates
-    with the trained model itself."""
+    """Return the sync into the colocated engine, or to every server. The returned sync has joined the servers, after
+    checks that they serve the same model and render the same prompts. A sync is checked with the first of `samples`.
+    Adapters are synced if the configuration says so. Raises ServerError or SyncError. A `HfBackend` needs no sync,
+    because it generates with the trained model itself."""
     assert not isinstance(backend, HfBackend), "the trained model itself generates"
     vllm = config.rollout_matching.vllm
     items = [_canary_item(sample, policy, task) for sample in samples[:CANARY_SAMPLES]]

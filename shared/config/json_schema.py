@@ -1,4 +1,4 @@
-"""The JSON Schemas of the programs' configuration files, for editors. They are files in the installed packages.
+"""The JSON Schemas of the programs' configuration files, for editors. The schemas are files in the installed packages.
 
 `make docs` writes the schemas (`tools.docs`). With `--schema` each program prints the schema of its own file.
 """
@@ -24,7 +24,8 @@ def json_schema(program: str) -> str:
 
 
 def schema_option(program: str) -> object:
-    """Return the option `--schema`. It prints the schema and ends the program, even if required options are missing."""
+    """Return the option `--schema`. `--schema` prints the schema and ends the program, even if required options are
+    missing."""
     help = "Print the JSON Schema of this file, for editors."
     return typer.Option("--schema", help=help, callback=_printer(program), is_eager=True)
 

@@ -1,5 +1,5 @@
 """Finds out from a configuration file's top-level keys which program the file is for. In a file for another program
-every key is unknown. One message about the file replaces the long list of unknown keys.
+every key is unknown. So one message about the file replaces a long list of unknown keys.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 - `Section` and `key` declare a configuration. The arguments of `key` go to CONFIG.md and the JSON Schemas.
 - `walk_keys` lists every key of a model. `describe` says a type in words, for error messages and for CONFIG.md.
-- `Mistake` is one thing that is wrong. It prints as `path.to.key: found ... (file:line); wanted ...; what to do`. Paths
-  are dotted, list items are `[0]`. `ConfigErrors` carries all mistakes of a file, one line each.
+- `Mistake` is one thing that is wrong. A `Mistake` prints as `path.to.key: found ... (file:line); wanted ...; what to
+  do`. Paths are dotted, list items are `[0]`. `ConfigErrors` carries all mistakes of a file, one line each.
 - `mistake_of` turns one pydantic error into a `Mistake` that names the nearest correct key.
-- `trusted_view` shows a partly wrong configuration to the rules that compare keys. It refuses to show wrong values.
+- `trusted_view` shows a partly wrong configuration to the rules that compare keys. The view refuses to show wrong
+  values.
 """
 
 from __future__ import annotations
@@ -113,15 +114,15 @@ def show(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
     kind = {str: "the string ", int: "the integer ", float: "the number "}.get(type(value), "")
-    is_huge = isinstance(value, int) and value.bit_length() >= 256  # Python refuses to print thousands of digits
+    is_huge = isinstance(value, int) and value.bit_length() >= 256  # Python refuses to print thousands of digits.
     # Secrets are masked before the text is cut, because half a secret would not be recognized.
     text = f"of {cast(int, value).bit_length()} bits" if is_huge else masked(repr(value))
     return kind + (text if len(text) <= MAX_FOUND_CHARS else text[: MAX_FOUND_CHARS - 3] + "...")
 
 
 class Section(BaseModel):
-    """One section. It is frozen and refuses unknown keys. No value is converted, except an integer to a number. NaN is
-    not accepted as a number."""
+    """One section of a configuration, frozen. Unknown keys are refused. No value is converted, except an integer to a
+    number. NaN is not accepted as a number."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     _secrets: dict[str, str] = PrivateAttr(default_factory=dict)

@@ -79,7 +79,7 @@ def parse(
 ) -> Model:
     """Return `data` as a `model`. Raises ConfigErrors with every mistake.
 
-    A `retired` key is refused with its own advice. `rules` check keys against each other. They get a valid
+    A `retired` key is refused with its own advice. `rules` check keys against each other. Rules get a valid
     configuration, or a view of an invalid one that refuses to show wrong values.
     """
     document = data if isinstance(data, Document) else Document(Parsed(value=dict(data)), str(source))

@@ -1,8 +1,8 @@
 """Reads one configuration from YAML files, with the line of every key: bytes in, `(value, lines, mistakes)` out.
 
 PyYAML reads the text. Types follow YAML 1.2's core schema, with forms that people use: `1e-4` is a number, `true`
-and `false` are the only booleans (`yes`, `on` and `no` are strings), `010` is ten, dates are strings. These are
-refused, with their line: duplicate keys, keys that are not strings, tags, merge keys, several documents, and values
+and `false` are the only booleans (`yes`, `on` and `no` are strings), `010` is ten, dates are strings. The reader
+refuses, with their line: duplicate keys, keys that are not strings, tags, merge keys, several documents, and values
 nested deeper or with more items than a configuration needs (this also stops recursive aliases and alias bombs). Only
 `ConfigErrors` are raised.
 
@@ -10,8 +10,8 @@ nested deeper or with more items than a configuration needs (this also stops rec
 win: mappings merge key by key, other values are replaced. `${VAR}` inside a string value becomes the environment
 variable's text and stays a string; `$${` is a literal `${`.
 
-An override is `path.to.key=VALUE` from the command line, VALUE in YAML. It is applied over the file: a mapping is
-merged, other values are replaced. Messages give its place as `COMMAND_LINE`.
+An override is `path.to.key=VALUE` from the command line, VALUE in YAML. An override is applied over the file: a mapping
+is merged, other values are replaced. Messages give its place as `COMMAND_LINE`.
 """
 
 from __future__ import annotations
@@ -223,9 +223,9 @@ def read_composed(path: Path, env: Mapping[str, str], overrides: Sequence[str] =
 
 
 def read_alone(path: Path) -> Parsed:
-    """Return the values of a file that no user named. Its bases are not read and `${VAR}` is not filled in, because
-    whoever wrote the file must not get other files or variables (D24). Raises ConfigErrors if the file cannot be
-    read."""
+    """Return the values of a file that no user named. The file's bases are not read and its `${VAR}` are not filled in,
+    because whoever wrote the file must not get other files or variables (D24). Raises ConfigErrors if the file cannot
+    be read."""
     try:
         raw = bytes_beside(path)
     except OSError as error:

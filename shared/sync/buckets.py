@@ -4,8 +4,8 @@ In: named tensors. Out: contiguous byte buffers (`pack`), and the tensors as vie
 follows from the specs alone, so only specs are sent with the bytes: tensors in order, each at the next multiple of 16
 bytes. The last 16 bytes are the seal: the digest (`digest.py`) of all bytes before it, under the group's key, for the
 version and the bucket's index. So the seal does not match if a byte has changed, or if the bucket is of another group,
-update or index. Nobody can make a seal without the group's secret. Both sides compute the seal on the device that holds
-the bytes.
+update or index. Nobody can make a seal without the group's secret. Learner and server compute the seal on the device
+that holds the bytes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Runs calls that may never return on separate threads, so that callers can stop waiting for them.
 
 Invariants: an operation ends once, with the first of these: the call's result, the call's error, the error that it was
-cancelled with, or, at its deadline, a DeadlineError that names the call. It ends at its deadline even if no caller
-waits. An ended operation keeps only its result or error, so a bucket's memory is freed without garbage collection. A
-call that nobody waits for any more keeps its thread until the call ends. Collectives run this way, because a lost peer
-may block them: joining a group on a thread for that call, a group's broadcasts on the thread of its `Sender`.
+cancelled with, or, at its deadline, a DeadlineError that names the call. An operation ends at its deadline even if no
+caller waits. An ended operation keeps only its result or error, so a bucket's memory is freed without garbage
+collection. A call that nobody waits for any more keeps its thread until the call ends. Collectives run this way,
+because a lost peer may block them: joining a group on a thread for that call, a group's broadcasts on the thread of its
+`Sender`.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def _without_frames(error: BaseException) -> BaseException:
 
 
 class Sender:
-    """A thread for calls that must begin in order. It starts with the first call, and ends once the sender is closed.
+    """A thread for calls that must begin in order. The thread starts with the first call, and ends once the sender is
+    closed.
 
     A call has two parts: `begin` returns `finish`, which waits for the end. The thread keeps no reference to an ended
     call, because a call holds a bucket's memory.
@@ -151,7 +153,7 @@ class Sender:
                 if last:
                     last()
                 last = begun
-                # These names would keep the call, and its bucket's memory, through the next wait.
+                # The names `job` and `begun` would keep the call, and its bucket's memory, through the next wait.
                 del job, begun
                 job = self._next(may_wait=False)
 

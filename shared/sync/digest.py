@@ -9,7 +9,7 @@ The method is the hash NH with its Toeplitz extension, applied as a tree, as in 
 1999). The bytes are read as signed 32-bit words, in blocks of 2 x PAIRS words. The last block is filled up with zeros.
 Each block gives two sums, one per lane. The sum of lane j adds `(word[p] + key[0, p + j]) * (word[PAIRS + p] + key[1, p
 + j])` for all p. Each factor wraps in 32 bits, the sum in 64. The sums `[blocks, 2]` of all blocks are the bytes of the
-next level, which has other keys. This goes on until one block is left. A pad is added to the two sums of this last
+next level, which has other keys. Levels are added until one block is left. A pad is added to the two sums of this last
 block: a keyed hash of length and nonce (Carter and Wegman). On CUDA one kernel computes the sums (`digest_cuda.py`).
 """
 
@@ -89,7 +89,7 @@ def _sum_blocks(blocks: NDArray[np.int32], keys: NDArray[np.int32], sums: NDArra
     for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
         part = blocks[start : start + _BLOCKS_AT_ONCE]
         for lane in range(LANES):
-            first, second = (part[:, i] + keys[i, lane : lane + PAIRS] for i in range(2))  # wraps in 32 bits
+            first, second = (part[:, i] + keys[i, lane : lane + PAIRS] for i in range(2))  # wraps in 32 bits.
             # One pass reads 3.6 to 3.9 GB/s per thread. With the products written to memory it was 0.3 to 2.3 GB/s.
             np.einsum("bp,bp->b", first, second, out=sums[start : start + len(part), lane], dtype=np.int64)
 

@@ -1,7 +1,7 @@
 """Computes the block sums of `digest.py` on CUDA, in one pass over the bytes.
 
-In: int32 words on a GPU and a level's keys. Out: int64 `[blocks, 2]`, without waiting for the kernel. One program sums
-one block. The keys are as large as a block, and stay in the device's cache.
+In: int32 words on a GPU and a level's keys. Out: int64 `[blocks, 2]`, without waiting for the kernel. Each program of
+the Triton kernel sums one block. The keys are as large as a block, and stay in the device's cache.
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ SHARED_GPU_KEY = "custom.extra.rollout_matching.vllm.server.allow_shared_gpu"
 Backend = Literal["tcp", "nccl"]
 
 _HOST_ID = "rollout-matching-"  # prefix of the `NCCL_HOSTID` of a process on a shared GPU
+
 # The blocked call's own timeout gives the best error, so the operation's deadline comes a little later.
 _GRACE_S = 1.0
 _LEAVE_PATIENCE_S = 5.0  # longest wait at the process's end for groups that are being left
@@ -164,7 +165,7 @@ class _Tcp(Communicator):
         links, self._links = self._links, {}
         for link in links.values():
             with contextlib.suppress(OSError):  # the other side has closed it
-                link.shutdown(socket.SHUT_RDWR)  # ends waits for this connection on all threads
+                link.shutdown(socket.SHUT_RDWR)  # ends waits for this connection on all threads.
         # The connections are closed only after the running broadcast. Otherwise the broadcast could use the number of a
         # closed descriptor, which another connection may have got.
         with self._running:

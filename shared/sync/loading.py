@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 Named = Sequence[tuple[str, torch.Tensor]]
 _NAMES_SHOWN = 5  # max names in an error
-# Operations that pad a parameter. They need no repeating, because the padding stays.
+
+# Operations that pad a parameter. Such operations need no repeating, because the padding stays.
 _CONSTANTS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
 
 

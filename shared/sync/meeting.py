@@ -196,7 +196,7 @@ class _Door:
                 link, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # the caller has gone, or no descriptor is left
+            except OSError:  # the caller has gone, or no descriptor is left.
                 # The listener stays readable, so without a pause the loop would spin.
                 time.sleep(_POLL_S)
                 return
