@@ -1,7 +1,7 @@
 """`inference.json` in a model folder lets `predict` and `evaluate` prompt the model as training did.
 
-The learner writes the file into every checkpoint and export, and `learner.detector` reads it. It has the task, the
-prompt, the classes, the limits of images' sizes and the decoding. Older checkpoints have no such file. For them
+The learner writes the file into every checkpoint and export, and `learner.detector` reads it. The file has the task,
+the prompt, the classes, the limits of images' sizes and the decoding. Older checkpoints have no such file. For them
 `settings_of` makes the same settings from the run's `config.yaml`.
 """
 

@@ -132,7 +132,7 @@ def load_found(path: Path) -> tuple[RunConfig, list[str]]:
         test=config.data.path_of("test"),
         prompt=config.data.prompt,
     )
-    # These sections name modules and files. Their defaults name none.
+    # These sections of the file could name modules and files. So their defaults, which name none, are taken instead.
     kept = {
         "data": data,
         "labels": LabelsConfig(),

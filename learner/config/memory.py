@@ -267,9 +267,9 @@ def engine_share(config: RunConfig) -> float:
 
 
 def needed_bytes(config: RunConfig, learning: MemoryEstimate, gpu_bytes: int) -> int:
-    """Return how many bytes of a GPU with `gpu_bytes` the run needs at the same time. That is the memory of learning,
-    or, if that is more, the memory of colocated vLLM together with the weights, adapter and moments that stay on the
-    GPU while vLLM generates. During learning vLLM sleeps if there is not enough memory for both."""
+    """Return how many bytes of a GPU with `gpu_bytes` the run needs at the same time. The needed memory is the memory
+    of learning, or, if that is more, the memory of colocated vLLM together with the weights, adapter and moments that
+    stay on the GPU while vLLM generates. During learning vLLM sleeps if there is not enough memory for both."""
     offload = config.rollout_matching.offload
     stays = learning.other
     if not (offload.enabled and offload.offload_model):

@@ -36,8 +36,8 @@ def shards(config: RunConfig, world_size: int) -> bool:
 
 
 def derived_gas(config: RunConfig, world_size: int) -> int:
-    """Return the number of micro-steps per optimizer step. It is computed from `effective_batch_size` if that key is
-    set; otherwise it is `gradient_accumulation_steps`, or 1 (D8)."""
+    """Return the number of micro-steps per optimizer step. The number is computed from `effective_batch_size` if that
+    key is set; otherwise it is `gradient_accumulation_steps`, or 1 (D8)."""
     training = config.training
     if training.effective_batch_size is not None:
         return training.effective_batch_size // (training.per_device_train_batch_size * world_size)

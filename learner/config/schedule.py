@@ -1,4 +1,4 @@
-"""Decides which channel a step runs: A (ground truth) or B (rollouts) (R26, R27). It has no side effects.
+"""Decides which channel a step runs: A (ground truth) or B (rollouts) (R26, R27). The module has no side effects.
 
 Invariants: the scheduled channel depends only on `global_step` and `b_ratio`, so it is the same after a resume. Exactly
 floor(n * b_ratio) of the first n steps are scheduled as Channel-B. Rank 0 calls `decide_channel` and broadcasts the
@@ -65,8 +65,8 @@ def decide_channel(global_step: int, b_ratio: float, *, feasible: bool = True) -
     `feasible`.
 
     With the asynchronous actor-learner, a step of Channel-B takes `gradient_accumulation_steps` packs (the
-    rollouts of a few samples) from each rank's queue. It is feasible if all ranks have rolled out the same share (the
-    samples of one step). Without the asynchronous actor-learner it is always feasible.
+    rollouts of a few samples) from each rank's queue. Such a step is feasible if all ranks have rolled out the same
+    share (the samples of one step). Without the asynchronous actor-learner it is always feasible.
     """
     wanted = scheduled_channel(global_step, b_ratio)
     return ChannelDecision(wanted=wanted, channel=wanted if feasible else "A")

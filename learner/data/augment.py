@@ -171,8 +171,8 @@ def seen_as(sample: Sample, view: View) -> Sample:
 
 
 def moved(obj: DetectionObject, view: View) -> list[float]:
-    """Return the object's coordinates in the augmented picture, in pixels. They may be outside of the picture. The
-    corners of a box are sorted."""
+    """Return the object's coordinates in the augmented picture, in pixels. The coordinates may lie outside of the
+    picture. The corners of a box are sorted."""
     left, top, right, bottom = view.window
     pixels = to_pixels(obj.bins, *view.photograph)
     points = [

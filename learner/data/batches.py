@@ -1,8 +1,8 @@
 """Yields this rank's micro-batches, epoch after epoch. Prompts are encoded ahead of use.
 
-`Batches`. In: samples, configuration and rank. Out: an endless iterator of `MicroBatch`. Its state is a few numbers,
-equal on all ranks. Micro-batches that were only prefetched are not counted in the state, so a resume repeats and skips
-no sample.
+`Batches`. In: samples, configuration and rank. Out: an endless iterator of `MicroBatch`. The iterator's state is a few
+numbers, equal on all ranks. Micro-batches that were only prefetched are not counted in the state, so a resume repeats
+and skips no sample.
 
 `sampler.py` decides which samples a rank takes at which micro-step.
 
@@ -13,11 +13,11 @@ which micro-batches are left.
 
 `WindowRepeater` hands out each accumulation window (the micro-batches of one optimizer step) `m_steps` times, and marks
 each micro-batch with its `WindowStep`. So rollouts are reused, and no sample is skipped. The last window of an epoch
-may have fewer than `gradient_accumulation_steps` micro-batches. Then it is handed out once (R18). Invariants: over all
-ranks, an epoch hands out each sample `m_steps` times, and samples of a short last window once. This also holds if the
-run is resumed inside a window. The state counts whole passes over a window, because a pass is one optimizer step. After
-a resume an unfinished pass starts again from its first micro-batch, because no step has learned what it handed out
-before.
+may have fewer than `gradient_accumulation_steps` micro-batches. Such a short window is handed out once (R18).
+Invariants: over all ranks, an epoch hands out each sample `m_steps` times, and samples of a short last window once.
+The numbers are the same if the run is resumed inside a window. The state counts whole passes over a window, because a
+pass is one optimizer step. After a resume an unfinished pass starts again from its first micro-batch, because no step
+has learned what it handed out before.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from shared.errors import CheckpointError
 
 
 class WindowStep(NamedTuple):
-    """The number of an accumulation window, and the number of the pass over this window. Both count from 0."""
+    """The number of an accumulation window, and the number of the pass over this window. The two numbers count from
+    0."""
 
     window: int
     m_step: int
@@ -46,7 +47,8 @@ class WindowStep(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """One rank's samples of one micro-step, and their prompts. It can be empty only at the end of an epoch."""
+    """One rank's samples of one micro-step, and their prompts. A micro-batch can be empty only at the end of an
+    epoch."""
 
     samples: tuple[Sample, ...]
     prompts: tuple[EncodedPrompt, ...]
@@ -72,7 +74,7 @@ class Shortfall(NamedTuple):
 
 
 class Upcoming(NamedTuple):
-    """A micro-batch before its prompts are encoded. Its fields mean the same as those of `MicroBatch`."""
+    """A micro-batch before its prompts are encoded. The fields mean the same as in `MicroBatch`."""
 
     samples: tuple[Sample, ...]
     first_req_idx: int
@@ -181,8 +183,8 @@ class Batches(Iterator[MicroBatch]):
         return [p for p in range(max(first, self._first), first + self.per_epoch) if p not in self._taken]
 
     def upcoming(self, number: int) -> list[Upcoming]:
-        """Return the next `number` micro-batches, or fewer if the epoch ends. They are not encoded, and do not count as
-        handed out."""
+        """Return the next `number` micro-batches, or fewer if the epoch ends. These micro-batches are not encoded, and
+        do not count as handed out."""
         found = []
         for position in islice(self._coming(), number):
             share, samples = self._share(position)
@@ -355,7 +357,7 @@ def fewest_micro_batches(steps: int, per_epoch: int, *, gradient_accumulation_st
 
 
 class WindowRepeater(Iterator[MicroBatch]):
-    """Repeats the micro-batches of `Batches` window by window. It keeps one window in memory."""
+    """Repeats the micro-batches of `Batches` window by window. One window is kept in memory."""
 
     def __init__(self, batches: Batches, *, gradient_accumulation_steps: int, m_steps: int) -> None:
         assert gradient_accumulation_steps > 0

@@ -4,9 +4,9 @@ In: jobs of samples, in order. Out: their encoded prompts, from each job's `resu
 as one tensor in shared memory, and the learner cuts it into views. Nothing is copied or pickled per sample, so 16 cores
 can feed a GPU. Errors raised in a worker keep their type.
 
-Workers are not forked from the learner, because CUDA, NCCL and gloo have threads, which a fork would break. They are
-forked from a server process that has imported the modules they need, and nothing else. On slow file systems, eight
-processes that import torch at the same time take a minute or more.
+Workers are not forked from the learner, because CUDA, NCCL and gloo have threads, which a fork would break. Workers are
+forked from a server process that has imported only the modules that they need. On slow file systems, eight processes
+that import torch at the same time take a minute or more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shared.waits import result_of
 
 
 class Encoder(Protocol):
-    """Encodes a sample. It must be picklable if workers are used."""
+    """Encodes a sample. An encoder must be picklable if workers are used."""
 
     def encode(self, sample: Sample) -> EncodedPrompt: ...
 
@@ -151,8 +151,8 @@ class _WorkerJob:
 
 
 def _start_fork_server() -> None:
-    """Start the fork server (which starts the workers) if it does not run yet. It gets no stop signals, and
-    neither do the workers."""
+    """Start the fork server (which starts the workers) if it does not run yet. The fork server and the workers get no
+    stop signals."""
     resource_tracker.ensure_running()  # otherwise the fork server would start the tracker and unblock signals
     # The fork server inherits the blocked signals. Otherwise Ctrl-C would end it, and the workers that the last step
     # needs.

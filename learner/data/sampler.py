@@ -4,11 +4,11 @@ In: a position, which is the number of a micro-batch since training began. Out: 
 which is the part that this rank learns. The share depends only on seed, position and rank, so a resume is exact. An
 epoch is one shuffled order of all samples. Micro-batch m takes the next W*n samples of the order (W ranks, n samples
 each), and rank r takes the r-th group of n of these samples. So sample i of rank r has the place r*n + i among the W*n
-samples. This place is its request's index, from which the request's seed is computed (SPEC: Seeds, D4). The last
-micro-batch of an epoch holds the samples that are left, divided over the ranks as evenly as possible. A rank may get an
-empty share, and still takes part in the step. Invariants: in an epoch, the shares of all ranks together have each
-sample exactly once. The order of the samples does not depend on W or n. With `repeats` K (`grpo`) each sample has K
-neighbouring places in the order, all of them in one micro-batch of one rank.
+samples. The place is the index of the sample's request, and the request's seed is computed from this index (SPEC:
+Seeds, D4). The last micro-batch of an epoch holds the samples that are left, divided over the ranks as evenly as
+possible. A rank may get an empty share, and still takes part in the step. Invariants: in an epoch, the shares of all
+ranks together have each sample exactly once. The order of the samples does not depend on W or n. With `repeats` K
+(`grpo`) each sample has K neighbouring places in the order, all of them in one micro-batch of one rank.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def _samples(source: Source, read: FormatReader, maker: SampleMaker, part: Part)
 def _samples_of_reader(
     reader: Reader, source: Source, maker: SampleMaker, part: Part
 ) -> Iterator[tuple[Place, Sample]]:
-    """Yield the samples of a reader of the user's own. Its exceptions become DataErrors."""
+    """Yield the samples of a reader of the user's own. The reader's exceptions become DataErrors."""
     chosen = (record for record in _records_of(reader, source) if part.has(record.sample_id))
     root = source.image_root(source.file if source.file.is_dir() else source.file.parent)
     for record, seen in _looked_at(chosen, Images(source.data.image_rules), root):

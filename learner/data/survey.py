@@ -1,7 +1,7 @@
 """Describes a split for people: classes, boxes, sizes, probable mistakes, and photographs that two splits share.
 
-In: the samples of `read_split`. Out: a `Survey`, and lines of text. Only `shared_images` reads image files. It reads
-the first 64 kB of each file whose length occurs in two splits.
+In: the samples of `read_split`. Out: a `Survey`, and lines of text. Only `shared_images` reads image files. This
+function reads the first 64 kB of each file whose length occurs in two splits.
 """
 
 from __future__ import annotations
@@ -255,8 +255,8 @@ def small_boxes(found: Survey, seen: Seen) -> str | None:
 
 
 def shared_images(splits: Mapping[str, Sequence[Sample]]) -> dict[tuple[str, str], list[str]]:
-    """Return the photographs that two splits share, by pair of splits. They have equal content, but names may
-    differ."""
+    """Return the photographs that two splits share, by pair of splits. Shared photographs have equal content, but their
+    names may differ."""
     by_length: dict[int | str, list[tuple[str, str, Sample]]] = {}  # split, image and sample
     for split, samples in splits.items():
         for sample in samples:

@@ -1,7 +1,7 @@
 """Converts boxes to pixels from the unit of their numbers, and finds the unit that fits a split's boxes (D23).
 
-A `Reach` gets the objects of a split one by one, with the numbers in the file. Its `hint` names another unit if that
-unit fits much better. A single box proves little, so all boxes of a split decide.
+A `Reach` gets the objects of a split one by one, with the numbers in the file. The `hint` of the `Reach` names another
+unit if that unit fits much better. A single box proves little, so all boxes of a split decide.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _LIMITS = tuple(number * 28 * 28 for number in (256, 512, 768, 1024, 1280, 2048,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PixelLimits:
-    """The limits of a processor like Qwen-VL's. It resizes each side to a multiple of `factor` pixels, the side of a
-    visual token's square, so that width x height is between `least` and `most` pixels."""
+    """The limits of a processor like Qwen-VL's. The processor resizes each side to a multiple of `factor` pixels, the
+    side of a visual token's square, so that width x height is between `least` and `most` pixels."""
 
     least: int = 1
     most: int

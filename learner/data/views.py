@@ -25,8 +25,8 @@ _QUALITY = 85
 
 @cache
 def _transforms() -> Any:
-    """Return torchvision's functions. They are imported here because importing torch takes seconds, and most of
-    `learner.data` does not need torch."""
+    """Return torchvision's functions. The transforms are imported here because importing torch takes seconds, and most
+    of `learner.data` does not need torch."""
     from torchvision.transforms.v2 import functional
 
     return functional

@@ -6,8 +6,8 @@ after a step, at most every WRITE_EVERY_S.
 
 A target begins with the answer's first tokens (the prefix), and goes on with tokens that the answer should have had
 (the tail). Each token of the answer has one kind: `kept` (in the prefix), `matched` (in the prefix, and a label is
-learned there), `dropped` (with a reason), or `cut` (after the prefix). Then the tokens of the tail follow. Their kind
-is `appended`, or `unlearned` if they have no loss.
+learned there), `dropped` (with a reason), or `cut` (after the prefix). Then the tokens of the tail follow. The kind of
+these tokens is `appended`, or `unlearned` if they have no loss.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class AnswersLog:
         self._written_at_s = -WRITE_EVERY_S
 
     def add(self, assignment: Assignment, target: Target) -> None:
-        """Keep an answer for the next `write`. This takes no time, and any thread may call it."""
+        """Keep an answer for the next `write`. The call takes no time, and any thread may call it."""
         # A deque's `append` is atomic, so it needs no lock.
         self._last.append((assignment, target))
 

@@ -39,7 +39,7 @@ class Spike:
 
 @dataclass
 class SpikeWatch:
-    """Finds spikes. It keeps the last WINDOW values of each metric and channel."""
+    """Finds spikes. The last WINDOW values of each metric and channel are kept."""
 
     _last: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
 

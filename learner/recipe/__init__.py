@@ -17,12 +17,13 @@
    `sft` goes on before the recipe ends.
 
 If labels are missing, but the start's answers are not sure enough to complete any, rollout matching replaces 2 and 3.
-It keeps predictions that have no label. If its boxes fit badly, `grpo` follows, with the IoU of the boxes as reward.
+Rollout matching keeps predictions that have no label. If its boxes fit badly, `grpo` follows, with the IoU of the boxes
+as reward.
 
 Each stage is an ordinary run in a folder of its own, such as `OUTPUT/sft`, with its configuration beside it
 (`OUTPUT/sft.yaml`). `OUTPUT/best` is a link to the weights with the best validation score, of all stages and the start.
 Of equal scores the earlier weights win. So the result never scores below the start. If validation labels are missing,
-the score is `estimated_f1@0.5`. It needs an estimate of how many objects there are: a range from fewest to most. All
-stages use the range that `sft` estimated, so their scores can be compared. If a recipe was stopped or killed, the same
-command continues it.
+the score is `estimated_f1@0.5`. This score needs an estimate of how many objects there are: a range from fewest to
+most. All stages use the range that `sft` estimated, so their scores can be compared. If a recipe was stopped or killed,
+the same command continues it.
 """

@@ -2,7 +2,8 @@
 
 This process decides what to run, and writes `recipe.json`. Each stage runs in a process of its own (`rollout-learner
 train`, under torchrun if there are several ranks), because a process can start an engine on the GPU only once. This
-process waits for the stage's process, and reads the results from the stage's folder. It does not import torch.
+process waits for the stage's process, and reads the results from the stage's folder. The recipe's process does not
+import torch.
 
 The files on disk decide what is run next. If the command is given again, ended stages are not repeated. A killed stage
 continues from its newest checkpoint. If this process ends, the stage's process ends too.
@@ -180,9 +181,9 @@ class StageProcess:
                 signal.signal(signum, handler)
 
     def run(self, path: Path) -> int:
-        """Run the stage with the configuration file `path`, and wait for its end. Its stderr is written to a log file
-        beside `path`. Returns 0, or the exit code of the stop signal that ended the stage. After a stop signal, no
-        stage is started. Raises StageError if the stage fails."""
+        """Run the stage with the configuration file `path`, and wait for its end. The stage's stderr is written to a
+        log file beside `path`. Returns 0, or the exit code of the stop signal that ended the stage. After a stop
+        signal, no stage is started. Raises StageError if the stage fails."""
         argv = ["-m", "learner", "train", "--stage", "--config", str(path)]
         if self._nproc > 1:
             argv = ["-m", "learner.run.torchrun", str(self._nproc), *argv]
@@ -262,8 +263,8 @@ class Recipe:
     # ---- the stages ------------------------------------------------------------------------------------------------
 
     def _sft(self) -> int:
-        """Run `sft`, and return its exit code. It gets all minutes of the recipe if `grpo` will not be run, otherwise
-        at most the share SFT_SHARE."""
+        """Run `sft`, and return its exit code. `sft` gets all minutes of the recipe if `grpo` will not be run,
+        otherwise at most the share SFT_SHARE."""
         earlier_s = spent_s(self.root / SFT)
         share_s = 60 * self.record.minutes * (1.0 if self.record.no_grpo else SFT_SHARE)
         left_s = share_s - earlier_s - spent_s(self.root / GRPO)
@@ -307,8 +308,8 @@ class Recipe:
 
     def _grpo(self, sft: StageResult, minutes: float, earlier_s: float) -> int:
         """Run `grpo`, and return its exit code. If labels were completed or boxes are loose, `grpo` learns in any
-        case. Otherwise its process first measures the headroom in places, and learns only if this headroom is large
-        enough. Missing labels would make the measured headroom too small."""
+        case. Otherwise the process of `grpo` first measures the headroom in places, and learns only if this headroom is
+        large enough. Missing labels would make the measured headroom too small."""
         record = self.record
         # If rollout matching was run, the start cannot complete labels.
         completes = record.stage(MATCHING) is None and (sft.completed or record.starts_weak)

@@ -253,7 +253,7 @@ def read_headroom(run_dir: Path) -> dict[str, FeatureEstimate]:
 
 
 def grpo_pays(found: Mapping[str, FeatureEstimate]) -> Rule:
-    """Return the rule that says whether `grpo` is likely to gain. It holds if the headroom in places is above
+    """Return the rule that says whether `grpo` is likely to gain. The rule holds if the headroom in places is above
     `recommend.HEADROOM`, its interval is above 0, and sampled answers to enough scenes differ in score.
 
     In a comparison that ended equal for `grpo` and `sft`, the headroom was 0.017.

@@ -4,7 +4,7 @@ In: the stage's configuration, and the recipe's record in the parent folder of t
 takes over what earlier stages found: completed labels, and, if validation labels are missing, the assumed number of
 validation objects (a range from fewest to most). Headroom is how much better the best of K sampled answers to a
 training sample is than the greedy answer. The stage `grpo` first measures it, unless it is already decided that `grpo`
-is worth its time. It writes `headroom.json`, and learns nothing if the headroom is too small.
+is worth its time. The stage writes the headroom to `headroom.json`, and learns nothing if it is too small.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def train_stage(config: RunConfig, *, environment: Mapping[str, str]) -> int:
 
 
 def prepare(trainer: Trainer) -> bool:
-    """Prepare a stage. It gets the labels that earlier stages completed, and the number of validation objects that
-    `sft` assumed (a range from low to high). Return True if the stage shall learn, False if it is `grpo` and would gain
-    too little. Collective. Raises DataError if no validation sample has an object, and CheckpointError if a file of the
-    recipe cannot be read."""
+    """Prepare a stage. The stage gets the labels that earlier stages completed, and the number of validation objects
+    that `sft` assumed (a range from low to high). Return True if the stage shall learn, False if it is `grpo` and would
+    gain too little. Collective. Raises DataError if no validation sample has an object, and CheckpointError if a file
+    of the recipe cannot be read."""
     ranks, run_dir = trainer.ranks, Path(trainer.config.training.output_dir)
     # Rank 0 reads for all ranks, so that they cannot take different ways.
     (record, *_) = ranks.all_succeed(lambda: read_record(run_dir.parent) if ranks.is_main else None)

@@ -59,8 +59,8 @@ def check_recipe(config: RunConfig) -> None:
 
 
 def sft_stage(config: RunConfig, *, world_size: int, minutes: float) -> dict[str, Any]:
-    """Return the configuration of the stage `sft`. Its labels are completed if `labels.complete` estimates that this is
-    safe."""
+    """Return the configuration of the stage `sft`. The training labels are completed if `labels.complete` estimates
+    that this is safe."""
     values = _stage(config, SFT, minutes)
     values["labels"]["complete"] = values["labels"]["complete"] or CompleteConfig().model_dump(mode="json")
     _as_supervised(values, config, world_size)

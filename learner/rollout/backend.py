@@ -1,7 +1,7 @@
 """One protocol for everything that makes rollouts: rollout servers, colocated vLLM and Hugging Face `generate`.
 
 `RolloutBackend` is the protocol. `Requests` are the samples that a backend must answer, with the seed of each request.
-A backend makes one or more calls for a `generate_window`. It writes each call's seed, time and error into a
+A backend makes one or more calls for a `generate_window`. The backend writes each call's seed, time and error into a
 `RolloutCallLog`, which the trainer reads for the step's metrics and the log (R15, R30).
 """
 
@@ -17,7 +17,8 @@ from learner.config.sections.decoding import DecodingConfig
 from learner.records import CallRecord, Rollout, RolloutCallLog, Sample
 from shared.seeds import request_seed
 
-# `micro_step_idx` of requests that belong to no micro-step. It is negative, so that no two requests share a seed.
+# `micro_step_idx` of requests that belong to no micro-step. The values are negative, so that no two requests share a
+# seed.
 AHEAD_OF_STEPS = -1  # for rollouts made ahead of the steps; their `global_step` is the number of their share of samples
 COMPLETES_LABELS = -2  # for rollouts that complete the labels of samples
 TELL_S = 10.0  # seconds between two lines that report the progress of an evaluation

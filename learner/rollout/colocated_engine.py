@@ -148,8 +148,8 @@ class ColocatedEngine:
 
     @property
     def leaves_training(self) -> bool:
-        """True if the engine is awake and training's state stays on the device. Then the trained model can compute at
-        the same time as the engine."""
+        """True if the engine is awake and training's state stays on the device. In this case the trained model can
+        compute at the same time as the engine."""
         return not self._asleep and not self._offload.moves
 
     @contextmanager

@@ -96,7 +96,7 @@ def read_state(run_dir: Path) -> dict[str, Any]:
 
 
 class ServerControl:
-    """Takes requests and writes the state of the run's servers, on rank 0. It removes requests to an earlier run."""
+    """Takes requests and writes the state of the run's servers, on rank 0. Requests to an earlier run are removed."""
 
     def __init__(self, run_dir: Path, discovery: Discovery | None = None) -> None:
         self._folder, self._discovery = run_dir / FOLDER, discovery

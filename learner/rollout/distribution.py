@@ -18,8 +18,8 @@ whole quota in flight (D9). So a server whose queue is empty takes requests from
 
 If a batch fails, its unanswered requests are sent again in halves. If a server becomes busy after some answers of a
 batch, it has not failed, and the other requests are sent again. A server is lost if it is gone, stays busy, or fails
-one request twice. Its requests go to other servers, with the same seeds (D15). `run` raises if a request also fails
-twice on a second server, or is malformed.
+one request twice. The requests of a lost server go to other servers, with the same seeds (D15). `run` raises if a
+request also fails twice on a second server, or is malformed.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def quotas_of(
 
 
 def _slots(num_requests: int, rank: int, num_ranks: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return how many of the rank's slots belong to each server, in server order. Their sum is `num_requests`."""
+    """Return how many of the rank's slots belong to each server, in server order. The numbers add up to
+    `num_requests`."""
     num_slots, total = num_ranks * num_requests, sum(sizes)
     first, last = rank * num_requests, (rank + 1) * num_requests
     owned, edge = [], 0
@@ -246,14 +247,14 @@ Lose = Callable[[int, ProjectError], Sequence[int]]
 
 
 def lose_none(server: int, error: ProjectError) -> Sequence[int]:
-    """Raises `error`. It is the `Lose` function of a run that needs every server."""
+    """Raises `error`. This is the `Lose` function of a run that needs every server."""
     raise error
 
 
 class Dispatcher(Generic[R]):
     """Sends one rank's requests to the servers, in batches. A batch has requests of one span only. `on_answer(request,
-    result)` is called when a request ends, `on_split(requests, error)` before requests are sent again. Both are called
-    on the event loop of `run`."""
+    result)` is called when a request ends, `on_split(requests, error)` before requests are sent again. The event loop
+    of `run` calls both functions."""
 
     def __init__(
         self,

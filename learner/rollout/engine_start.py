@@ -1,8 +1,8 @@
 """Makes the start of a colocated engine faster, and restores what vLLM changes in the learner's process.
 
-In: vLLM, before its engine is made. Out: an engine that starts faster for two reasons. It does not read the
-checkpoint's weights, because the first sync overwrites them (`unread_weights`). It starts no process to inspect the
-model's class (`inspecting_here`).
+In: vLLM, before its engine is made. Out: an engine that starts faster for two reasons. The engine does not read the
+checkpoint's weights, because the first sync overwrites them (`unread_weights`). The engine starts no process to inspect
+the model's class (`inspecting_here`).
 
 Invariants: parameters are zero until the first sync, not uninitialised. Buffers keep the values that the model gave
 them. No answer is generated before a sync has written every parameter: `WeightLoad.finish` counts the parameters, and
@@ -37,8 +37,8 @@ COMPILER_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUC
 
 @cache
 def unread_weights() -> str:
-    """Register a load format with vLLM in this process, and return the format's name. It reads no weights and sets all
-    parameters to zero. Reading 8.9 GB takes 1.4 s with the files in memory (H200)."""
+    """Register a load format with vLLM in this process, and return the format's name. A load in this format reads no
+    weights and sets all parameters to zero. Reading 8.9 GB takes 1.4 s with the files in memory (H200)."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 

@@ -9,8 +9,8 @@ samples of its batch. Afterwards, also after an error, the model has its old att
 settings. Weights, `requires_grad` and random generators are not touched. Rollouts must not be made while another thread
 runs a forward pass of the model.
 
-The logits processors here make a sequence depend on its own prompt and seed only. Their order is vLLM's: repetition
-penalty, temperature, top-k, top-p, draw.
+The logits processors here make a sequence depend on its own prompt and seed only. The processors have vLLM's order:
+repetition penalty, temperature, top-k, top-p, draw.
 
 Shapes: B prompts, P tokens of the longest prompt, V entries of the vocabulary.
 """
@@ -144,8 +144,8 @@ class Repetitions(StoppingCriteria):
 
 
 class Pulse(StoppingCriteria):
-    """Reports every TELL_S how many tokens the answers have, because answers take minutes on a CPU. It never ends a
-    sequence."""
+    """Reports every TELL_S how many tokens the answers have, because answers take minutes on a CPU. This criterion
+    never ends a sequence."""
 
     def __init__(self, tell: Callable[[str], None], prompt_length: int, about: str) -> None:
         self._tell, self._prompt_length, self._about = tell, prompt_length, about
@@ -170,8 +170,8 @@ def repeats(token_ids: Sequence[int], count: int) -> bool:
 
 class ChosenLogprobs:
     """Collects the log-probabilities (nats) of the tokens that greedy search chooses, under the model's own logits. The
-    processor `raw` must run before all others: it keeps the logits. `chosen` must run after all others. It reads the
-    final scores: the token with the largest one is chosen."""
+    processor `raw` must run before all others: it keeps the logits. `chosen` must run after all others. `chosen` reads
+    the final scores: greedy search chooses the token with the largest score."""
 
     def __init__(self) -> None:
         self._now = torch.empty(0)

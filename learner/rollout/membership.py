@@ -125,8 +125,8 @@ class Membership:
         return replace(self, members=tuple(members), served=served, number=self.number + changed)
 
     def add(self, base_url: str, group_port: int, *, now_s: float) -> Membership:
-        """Return the membership with a server that is new, or that was draining. It is out until its first completed
-        sync. Nothing changes if the server is a member already."""
+        """Return the membership with a server that is new, or that was draining. The server is out until its first
+        completed sync. Nothing changes if the server is a member already."""
         if (known := self.get(base_url)) is not None and known.state != "draining":
             return self
         member = Member(

@@ -2,21 +2,21 @@
 
 A share is the samples that one step learns, on all ranks (see the module `shares`). On each rank a producer rolls out
 shares while the learner learns, in packs of a few samples. A Channel-B step takes a share whose rollouts are ready on
-all ranks. It packs their segments into as few rows as possible; all rollouts of a row come from one version of the
-weights. A Channel-A step learns a share that is not rolled out. So both channels use one stream of samples, and each
-sample is learned once per epoch, also across a resume, on any number of ranks. A sample's seed follows from its share
-and its place in that share, however calls and ranks divide the share.
+all ranks. The step packs the segments of these rollouts into as few rows as possible; all rollouts of a row come from
+one version of the weights. A Channel-A step learns a share that is not rolled out. So both channels use one stream of
+samples, and each sample is learned once per epoch, also across a resume, on any number of ranks. A sample's seed
+follows from its share and its place in that share, however calls and ranks divide the share.
 
-Weights are synced after `sync_every` executed Channel-B steps. They are synced earlier if rollouts with the served
-weights would be more than `max_update_lag` updates old at the next Channel-B step. With `version_window: 0` only packs
-made since the last sync are learned. A sync that only serves an evaluation makes no pack older. Before a sync each rank
+Weights are synced after `sync_every` executed Channel-B steps. A sync comes earlier if rollouts with the served weights
+would be more than `max_update_lag` updates old at the next Channel-B step. With `version_window: 0` only packs made
+since the last sync are learned. A sync that only serves an evaluation makes no pack older. Before a sync each rank
 starts no new call, and waits for its call in flight. If the step has samples to learn meanwhile, it does not wait: the
 sync then runs between two rows of the step, as soon as no call is in flight, or after the last row. Such a sync sends
 the weights from before the step, because weights change only at the step's end.
 
-A scheduled Channel-B step may find no share that is ready on all ranks. It then runs Channel-A on two conditions: the
-rollouts in the making can still be learned later, and the producers have other shares to roll out meanwhile. Otherwise
-the step waits for the rollouts, because the next steps would not find them either. The run ends after
+A scheduled Channel-B step may find no share that is ready on all ranks. Such a step runs Channel-A on two conditions:
+the rollouts in the making can still be learned later, and the producers have other shares to roll out meanwhile.
+Otherwise the step waits for the rollouts, because the next steps would not find them either. The run ends after
 `max_starved_steps` scheduled Channel-B steps in a row that ran Channel-A. With `b_ratio: 1` every step waits.
 
 Invariants: the invariants of the module `shares` hold; every rank enters a fence (a block in which its producer makes
@@ -114,7 +114,7 @@ def common(ready: Sequence[Outlook]) -> set[int]:
 class Stage2Ahead(Stage2Steps):
     """The steps of stage 2 whose rollouts are made ahead of learning. `reader` reads shares for the producer.
     `capacity`: number of samples that the servers decode at once for this rank. `deadline_s`: longest wait for a call
-    in flight. It is shorter than the time that ranks wait for each other."""
+    in flight. `deadline_s` is shorter than the time that ranks wait for each other."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Stage2Ahead(Stage2Steps):
         self._synced_at = 0  # optimizer updates in the weights that the servers have
         self._next_step = 0
         self._share_of_step = 0
-        # Number of Channel-B steps. It begins at the limit, so that a sync is due before the first step.
+        # Number of Channel-B steps. The count begins at the limit, so that a sync is due before the first step.
         self._learned_since_sync = bounds.sync_every
         self._learned_meanwhile = 0  # number of Channel-B steps learned while a sync was postponed
         self._is_postponed = False  # True: the sync that this step wants was postponed
@@ -158,8 +158,8 @@ class Stage2Ahead(Stage2Steps):
 
     def postpones_sync(self, global_step: int) -> bool:
         """Return True if the sync has to wait for a call in flight, and the step has samples that it can learn
-        meanwhile. The sync then runs between two rows of the step, or after the last row. It sends the weights from
-        before the step, because weights change only at the step's end."""
+        meanwhile. The sync then runs between two rows of the step, or after the last row. Such a sync sends the weights
+        from before the step, because weights change only at the step's end."""
         if self._producer is None or self.is_quiet():
             return False
         # `is_quiet` has requested the fence, so no rank starts a new call. `is_quiet` is called again between two rows.
@@ -238,8 +238,8 @@ class Stage2Ahead(Stage2Steps):
         while choice is None:
             ready = self._ranks.all_succeed(lambda: self._ready(global_step))
             chosen = self._choose(global_step, ready) if self._ranks.is_main else None
-            # `broadcast_object` does not accept None, so the choice is put into a tuple. It is None as long as rank 0
-            # cannot choose.
+            # `broadcast_object` does not accept None, so the choice is put into a tuple. `chosen` is None as long as
+            # rank 0 cannot choose.
             (choice,) = self._ranks.broadcast_object((chosen,))
             if choice is None:
                 with self._clock.phase("wait"):
@@ -280,9 +280,9 @@ class Stage2Ahead(Stage2Steps):
         return StepChoice(decision=decision, share=self._shares.of_a(global_step, self._epoch))
 
     def _waits(self, global_step: int, ready: Sequence[Outlook]) -> bool:
-        """Return True if a Channel-B step without ready rollouts waits for the rollouts of the most urgent share. It
-        waits in three cases: `b_ratio` is 1; the producers were idle or soon would be; Channel-A would make rollouts
-        useless."""
+        """Return True if a Channel-B step without ready rollouts waits for the rollouts of the most urgent share. The
+        step waits in three cases: `b_ratio` is 1; the producers were idle or soon would be; Channel-A would make
+        rollouts useless."""
         if not any(one.is_making for one in ready):
             return False
         # All producers were idle for a time, so they began to roll out this share late. If the step did not wait, they

@@ -1,8 +1,9 @@
 """Learns the rows of one accumulation window in several optimizer steps (R18).
 
-The first step of a window is its E-step. It makes, matches and packs rollouts like a run without this buffer, and keeps
-the rows. The window's other steps are M-steps. They learn the same rows in the same order, without rollouts, syncs or
-packing. `WindowRepeater` hands out the window's micro-batches again in each M-step, so an M-step takes no new samples.
+The first step of a window is its E-step. An E-step makes, matches and packs rollouts like a run without this buffer,
+and keeps the rows. The window's other steps are M-steps. An M-step learns the same rows in the same order, without
+rollouts, syncs or packing. `WindowRepeater` hands out the window's micro-batches again in each M-step, so an M-step
+takes no new samples.
 
 Invariants: steps get copies of the kept rows, so no step changes the rows of the next. The packing buffer changes in
 E-steps only. A micro-batch other than the one that the kept rows were made of raises an error. The buffer is not part

@@ -205,9 +205,9 @@ def evaluate(
 class GapMetrics:
     """F1 of evaluations whose labels have gaps (objects without a label; R49, D22): the estimate `ESTIMATED`, and F1
     for the fewest and for the most objects that are plausible. The first evaluation of a run decides whether the labels
-    have gaps and how many objects there may be. It also estimates how often boxes are right. Later evaluations begin
-    their estimates with this one. `file` keeps the first evaluation's decisions for a resume, so that all values of a
-    run are comparable."""
+    have gaps and how many objects there may be. The first evaluation also estimates how often boxes are right. Later
+    evaluations begin their estimates with this one. `file` keeps the first evaluation's decisions for a resume, so that
+    all values of a run are comparable."""
 
     def __init__(
         self, samples: Sequence[Sample], open_image: Open, ranks: Ranks, file: Path, audited: Sequence[AuditedFind]

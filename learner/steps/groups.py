@@ -4,8 +4,8 @@
 
 A sample comes K = `num_generations` times in a row (`data.batches`), and the K places are its group. Servers, syncs,
 packing and ranks are used in the same way as for other rollouts. A segment is the prompt and the rollout's own tokens,
-with the stop token. Its labels are the rollout's tokens, and each token has an advantage (`target.advantages`) and the
-log-probability with which it was drawn. The loss is `policy.policy_gradient`.
+with the stop token. The labels of a segment are the rollout's tokens, and each token has an advantage
+(`target.advantages`) and the log-probability with which it was drawn. The loss is `policy.policy_gradient`.
 
 Invariants: one segment per place, in order. A group is scored when all of its rollouts have ended, so a stream yields
 a group's segments together. Advantages do not depend on micro-batches or ranks (D21): `advantage: batch` subtracts the
@@ -16,12 +16,12 @@ baseline less likely. There are three baselines. `group`: the group's mean (GRPO
 the group's other rollouts (arXiv:2402.14740); the result is the advantage of `group` times K / (K - 1). `batch`: the
 mean of all rollouts of the optimizer step, on all ranks.
 
-With `credit: object` each object gets an advantage. After j of its n objects an answer has earned the reward V[j]. Its
-reward to go is what it earns later: V[n] - V[j]. After the answer is closed, the reward to go is 0. The baseline at
-place j is the mean reward to go of the group's other answers that have at least j objects. This mean does not depend on
-the answer itself, so it favours no token. If no other answer has so many objects, the advantage is 0: the longest
-answer of a group learns nothing from its last objects. An object without reward is made less likely if other answers
-earned a reward at its place. Closing the answer is made less likely if other answers went on and earned more.
+With `credit: object` each object gets an advantage. After j of its n objects an answer has earned the reward V[j]. The
+answer's reward to go is what it earns later: V[n] - V[j]. After the answer is closed, the reward to go is 0. The
+baseline at place j is the mean reward to go of the group's other answers that have at least j objects. This mean does
+not depend on the answer itself, so it favours no token. If no other answer has so many objects, the advantage is 0: the
+longest answer of a group learns nothing from its last objects. An object without reward is made less likely if other
+answers earned a reward at its place. Closing the answer is made less likely if other answers went on and earned more.
 """
 
 from __future__ import annotations

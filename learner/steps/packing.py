@@ -5,11 +5,11 @@ In: segments of at most `capacity` tokens (`packing_length`, from `global_max_le
 The segments of a row are in order of arrival.
 
 There are four ways to make rows of segments (D6, D9):
-- `ArrivingRows` packs a step's segments while they arrive. It never makes more rows than FIFO.
-- `CompleteRows` packs all segments of a micro-step by best-fit decreasing. It never makes more rows than FIFO.
+- `ArrivingRows` packs a step's segments while they arrive, in at most as many rows as FIFO.
+- `CompleteRows` packs all segments of a micro-step by best-fit decreasing, in at most as many rows as FIFO.
 - `CarriedRows` (`rollout_matching_sft`) makes one row and carries the other segments to later micro-steps. The row has
-  the oldest segment and the segments that fill it best (exact subset sum). It is at least as full as FIFO's row. Each
-  row takes the oldest segment, so with N carried segments no segment waits for more than N rows.
+  the oldest segment and the segments that fill it best (exact subset sum). This row is at least as full as FIFO's row.
+  Each row takes the oldest segment, so with N carried segments no segment waits for more than N rows.
 - `SingleRows` gives each segment a row of its own (`training.packing: false`).
 
 FIFO is the baseline: it fills rows in order of arrival, and closes a row at the first segment that does not fit.

@@ -55,7 +55,7 @@ class ProducerStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallStages:
-    """The two stages that make the segments of a call. They run one after the other in the producer's thread.
+    """The two stages that make the segments of a call. The stages run one after the other in the producer's thread.
 
     `read(share, places)` returns this rank's samples and prompts. Equal arguments always give equal samples.
     `roll_out(call, part)` returns one segment per sample of `part`, in order.

@@ -3,17 +3,17 @@ Pure: no threads, no clock.
 
 A share is the samples of one optimizer step, on all ranks. An epoch's samples are cut, in order, into shares. A step
 learns its share as ground truth (Channel-A) or as rollouts (Channel-B). So a sample is learned once per epoch, even if
-its rollouts are dropped or the run is interrupted. `Shares` says which share a step learns. This depends only on the
-schedule and on the shares learned before, so all ranks agree without communication. An epoch has a list of shares that
-are not learned yet. The first shares of this list are for the scheduled Channel-B steps, the others for Channel-A. If a
-Channel-B step finds no rollouts, it learns one of the shares for Channel-A. Rollouts in the making are then learned by
-a later step. In exchange, the last share for Channel-B (`given_up`) is learned as ground truth, by this step or a later
-one.
+its rollouts are dropped or the run is interrupted. `Shares` says which share a step learns. The answer depends only on
+the schedule and on the shares learned before, so all ranks agree without communication. An epoch has a list of shares
+that are not learned yet. The first shares of this list are for the scheduled Channel-B steps, the others for Channel-A.
+If a Channel-B step finds no rollouts, it learns one of the shares for Channel-A. Rollouts in the making are then
+learned by a later step. In exchange, the last share for Channel-B (`given_up`) is learned as ground truth, by this step
+or a later one.
 
-`ShareQueue` is one rank's queue of rollouts. It says which generation call may start. Around a weight sync no call may
-start; this is called a fence. A call rolls out neighbouring places of one share. A place is the number of a sample
-within this rank's part of the share. A pack is a few rollouts of one call. Packs wait in the queue until a step takes
-the whole share.
+`ShareQueue` is one rank's queue of rollouts. The queue says which generation call may start. Around a weight sync no
+call may start; this is called a fence. A call rolls out neighbouring places of one share. A place is the number of a
+sample within this rank's part of the share. A pack is a few rollouts of one call. Packs wait in the queue until a step
+takes the whole share.
 
     open --request_fence--> fenced --complete_fence--> open          fail: from open or fenced --> failed
                                                                      stop: from open or fenced --> stopped
@@ -420,7 +420,7 @@ class ShareQueue:
 
     @property
     def ended(self) -> bool:
-        """True if the queue has failed or was stopped. Then no call starts, and no step can take a share."""
+        """True if the queue has failed or was stopped. After its end no call starts, and no step can take a share."""
         return self.phase in ("failed", "stopped")
 
     def fail(self, cause: BaseException) -> bool:

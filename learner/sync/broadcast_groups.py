@@ -56,8 +56,8 @@ class ServerLink:
 
 
 class ServerGroup:
-    """A group of servers that receive the same broadcasts of weights. Its ranks connect at the host and the group port
-    of its first server."""
+    """A group of servers that receive the same broadcasts of weights. The group's ranks connect at the host and the
+    group port of its first server."""
 
     communicator: Communicator  # set once the group is joined
 
@@ -114,8 +114,7 @@ class ServerGroups:
         return [link for group in self.groups for link in group.links]
 
     def broadcast(self, bucket: torch.Tensor) -> Sent:
-        """Start to send a packed bucket to all workers of all servers. It is sent after the buckets of earlier
-        calls."""
+        """Start to send a packed bucket to all workers of all servers. Buckets are sent in the order of these calls."""
         return [(group, group.communicator.start_broadcast(bucket, group.rank).future) for group in self.groups]
 
     def leave(self, *, abort: bool, gone: Collection[str] = ()) -> Posts:
@@ -141,8 +140,8 @@ def open_groups(
     start_join: StartJoin = start_join,
     asked: list[Post] | None = None,
 ) -> ServerGroups:
-    """Return the groups when all servers and the learner have joined them. `device` has the weights. Every call to a
-    server is appended to `asked`, so that the caller can see which servers failed.
+    """Return the groups when all servers and the learner have joined them. `device`: the device of the weights. Every
+    call to a server is appended to `asked`, so that the caller can see which servers failed.
 
     Raises CommunicatorError, DeadlineError or a server's own error; no group is joined then.
     """

@@ -6,8 +6,8 @@ update -> barrier`. An update is complete when each server has passed two checks
 and the server's log-probabilities of fixed answers (the canary) are close to the learner's. The server compares the
 log-probabilities too, and serves nothing before that. A bucket is gathered, packed and sealed while earlier buckets are
 sent. The learner scores the canary before the update begins, so no server waits for it. The base weights, to which an
-adapter is applied, are sent as an update of their own, with its own version. That update also brings back a server that
-serves nothing after a failed update (poisoned).
+adapter is applied, are sent as an update of their own, with its own version. The update with the base weights also
+brings back a server that serves nothing after a failed update (poisoned).
 
 `members.py` knows which servers take part (D15, R40). A server that failed is left out of the next try. If no single
 server caused the failure, the sync is repeated once. While too few servers answer, the silent servers are asked again
@@ -80,9 +80,9 @@ log = logging.getLogger("learner.sync")
 
 
 class ServerDelivery:
-    """Sends weights to all servers and has them checked. `canary`: used on rank 0 only. `device` has the weights.
-    `check` is called for each server process that was not there at the start. `control` brings the requests of the user
-    and the cluster to add or remove servers."""
+    """Sends weights to all servers and has them checked. `canary`: used on rank 0 only. `device`: the device of the
+    weights. `check` is called for each server process that was not there at the start. `control` brings the requests of
+    the user and the cluster to add or remove servers."""
 
     def __init__(
         self,

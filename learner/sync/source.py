@@ -29,8 +29,8 @@ NamedWeights = Iterator[tuple[str, torch.Tensor]]
 
 
 class WeightSource(Protocol):
-    """Merged full weights under checkpoint names. Both methods list the tensors in the same order. Floating-point
-    tensors have type `dtype` (None: as trained)."""
+    """Merged full weights under checkpoint names. `named_weights` and `weight_specs` list the tensors in the same
+    order. Floating-point tensors have type `dtype` (None: as trained)."""
 
     def named_weights(self, dtype: torch.dtype | None = None) -> NamedWeights: ...
 

@@ -93,8 +93,8 @@ class Delivery(Protocol):
         """From now on accept only rollouts of version `ver`."""
 
     def leave(self, *, abort: bool) -> None:
-        """Disconnect from the generators, after a failure (`abort`) or for good. This takes a limited time. It may be
-        called again."""
+        """Disconnect from the generators, after a failure (`abort`) or for good. The call ends in a limited time, and
+        may be repeated."""
 
 
 class Sync:
@@ -130,8 +130,8 @@ class Sync:
         return self._delivery.agree()
 
     def prepare(self) -> None:
-        """Compute the learner's part of the next sync while rollouts are still made. This call is optional. The weights
-        must not change until that sync."""
+        """Compute the learner's part of the next sync while rollouts are still made. Calling `prepare` is optional. The
+        weights must not change until that sync."""
         self._delivery.together(self._prepare)
 
     def sync(self) -> SyncReceipt:

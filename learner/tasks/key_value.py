@@ -2,8 +2,8 @@
 
     {"invoice": "A-17", "total": "12.50"}
 
-`task.type: key_value`, the second task of this project, is an example of a task without objects. Its parts are in the
-order of the training loop:
+`task.type: key_value`, the second task of this project, is an example of a task without objects. The task's parts are,
+in the order of the training loop:
 
 1. `read_fields` reads JSONL like the project's own rows, with `fields` instead of `objects`.
 2. `parse`: strict, no repair. A pair is *valid* if key and value are JSON strings with text, and the key is new.
@@ -126,7 +126,7 @@ def read_fields(path: str, data: DataConfig) -> Iterator[Sample]:
 
 
 class KeyValueTask(Task):
-    """The key-value task. It has no state besides the tokenizer's tables, so it can be reused."""
+    """The key-value task. The object has no state besides the tokenizer's tables, so it can be reused."""
 
     reader = staticmethod(read_fields)
 
@@ -224,7 +224,7 @@ def _parse(rollout: Rollout, text: TokenText) -> ParsedFields:
 
 
 def _entry(pair: re.Match[bytes], keys: set[str], drops: Counter[str]) -> Entry:
-    """Return the entry of a match of `_PAIR`. Its key is added to `keys`, its fault to `drops`."""
+    """Return the entry of a match of `_PAIR`. The pair's key is added to `keys`, and its fault to `drops`."""
     key, value = _decoded(pair[1]), _decoded(pair[2]) if pair[2] is not None else None
     fault: Drop | None = None
     if value is None or key is None:

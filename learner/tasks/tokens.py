@@ -5,9 +5,9 @@ of a UTF-8 character, so text stays bytes, and only the objects' names are decod
 seen so far are kept in arrays indexed by token id, so that one array lookup gives the bytes of a whole answer.
 Encodings of short texts are cached.
 
-`TokenBoundaries` encodes long texts by joining encoded parts, which often repeat. It cuts a text only where no token
-can cross the cut. In: a tokenizer's encoding, its added tokens and its vocabulary. Out: the ids of the whole text, or
-None if the text cannot be cut safely. Tokenizers split at an added token `<|...|>` first, so the text between two added
+`TokenBoundaries` encodes long texts by joining encoded parts, which often repeat. A text is cut only where no token can
+cross the cut. In: a tokenizer's encoding, its added tokens and its vocabulary. Out: the ids of the whole text, or None
+if the text cannot be cut safely. Tokenizers split at an added token `<|...|>` first, so the text between two added
 tokens always has the same tokens. A coordinate in digits stands between one of `[ ,` and one of `,]`. If no token has a
 digit beside such a character, no token crosses the number's ends. But how a pre-tokenizer splits the text between two
 numbers may depend on their digits. So this text is encoded with a digit on either side, and used only if these digits
@@ -200,13 +200,14 @@ class TokenPieces:
             lengths = np.array(list(map(len, pieces)), dtype=np.int64)
             begins = len(self._bytes) + lengths.cumsum() - lengths
             self._bytes = np.concatenate([self._bytes, np.frombuffer(b"".join(pieces), dtype=np.uint8)])
-            # Threads read without the lock. They know a new token by its length, so the length is written last.
+            # Threads read without the lock. For these threads a token is new until its length is set, so the length is
+            # written last.
             self._begins[new] = begins
             self._lengths[new] = lengths
 
     def encode_long(self, text: str) -> list[int]:
-        """Return the token ids of `text`, as `encode` does. It is for long texts, which rarely repeat as a whole, so
-        the ids of their parts are cached."""
+        """Return the token ids of `text`, as `encode` does. Long texts rarely repeat as a whole, so the ids of their
+        parts are cached."""
         ids = self.boundaries.encode(text)
         return list(self._encode(text)) if ids is None else ids
 

@@ -1,4 +1,5 @@
-"""The section `custom.extra.rollout_matching`: how rollouts are made. Its larger sections have files of their own."""
+"""The section `custom.extra.rollout_matching`: how rollouts are made. The section's larger subsections have files of
+their own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Turns rows of other programs into rows of the project's JSONL. It reads ms-swift's `objects`, and conversations of
-Qwen, LLaVA and LLaMA-Factory whose last answer has the boxes.
+"""Turns rows of other programs into rows of the project's JSONL. The module reads ms-swift's `objects`, and
+conversations of Qwen, LLaVA and LLaMA-Factory whose last answer has the boxes.
 
 In: a row of JSON. Out: a row in the form that `jsonl` reads, and the unit of its boxes. An answer may have three forms:
 

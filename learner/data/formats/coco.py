@@ -165,7 +165,7 @@ def _read_file(source: Source) -> tuple[CocoFile, set[str]]:
 
 def filled(content: bytes) -> bytes:
     """Return the file with parts that some tools leave out: an empty list of annotations, ids of annotations, and boxes
-    that can be computed from polygons. It is called only if the file could not be read unchanged."""
+    that can be computed from polygons. This function is called only if the file could not be read unchanged."""
     try:
         sections = json_of(content)
         annotations = sections["annotations"] = sections["annotations"] or []

@@ -1,7 +1,7 @@
 """`datasets`: a Hugging Face data set, given as `FOLDER_OR_NAME:train`, or the `metadata.jsonl` of an imagefolder.
 
-Its rows either have the columns of `jsonl`, or `image` and `objects` with `bbox` and `category` (or `label`). Images
-that are stored in the data set become base64 strings.
+The rows of the data set either have the columns of `jsonl`, or `image` and `objects` with `bbox` and `category` (or
+`label`). Images that are stored in the data set become base64 strings.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ def mask_of(rle: Mapping[str, object], width: int, height: int, max_pixels: int)
         raise ValueError(f"run lengths in more than {MOST_RUNS} runs")
     if sum(runs) != width * height:
         raise ValueError(f"run lengths of {sum(runs)} pixels in all, of an image of {width * height}")
-    # Runs are numbered in int8, which is small. It wraps around after 127, but an even number stays even, and an odd
-    # one odd.
+    # Runs are numbered in int8, which is small. The type int8 wraps around after 127, but even numbers stay even, and
+    # odd numbers stay odd.
     return np.repeat(np.arange(len(runs), dtype=np.int8) % 2, runs).reshape(width, height).T
 
 
@@ -103,7 +103,8 @@ def _runs_in(text: str) -> list[int]:
 
 
 def _shape_of(mask: NDArray[np.int8]) -> BaseGeometry:
-    """Return the exact union of the mask's runs, column by column. Its edges have a step at every pixel."""
+    """Return the exact union of the mask's runs, column by column. The edges of the union have a step at every
+    pixel."""
     import numpy as np
     import shapely
 

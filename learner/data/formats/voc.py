@@ -190,8 +190,8 @@ def _root_of(file: Path) -> ElementTree.Element:
 
 
 def parsed(content: bytes) -> ElementTree.Element:
-    """Return the root of an XML document. It may be in an encoding that expat does not know, such as GBK or Shift JIS.
-    Raises ElementTree.ParseError, LookupError, ValueError."""
+    """Return the root of an XML document. The document may be in an encoding that expat does not know, such as GBK or
+    Shift JIS. Raises ElementTree.ParseError, LookupError, ValueError."""
     try:
         return ElementTree.fromstring(content)
     except ElementTree.ParseError as error:

@@ -1,6 +1,6 @@
 """`yolo`: a `data.yaml` with `names`, and for each split a folder or a list of images, given as `data.yaml:train`. A
-`classes.txt` with one name per line can replace the `data.yaml`. It lies in the labels' folder, or in the folder around
-the images' folder.
+`classes.txt` with one name per line can replace the `data.yaml`. The `classes.txt` lies in the labels' folder, or in
+the folder around the images' folder.
 
 A label file has the image's name and lies in `labels` instead of `images`. With `task.geometry: poly` segments are read
 as polygons, otherwise as boxes. Keypoints (`kpt_shape`) are left out and counted. An image without a label file is a

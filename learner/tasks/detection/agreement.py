@@ -1,7 +1,7 @@
 """Clusters boxes on which several answers to one sample agree.
 
 In: the objects of K answers. Out: every object in exactly one cluster. A cluster has at most one object of each answer.
-Its votes are the number of answers that have the object. No side effects; IoU is exact.
+The votes of a cluster are the number of answers that have the object. No side effects; IoU is exact.
 
 Two clusters are joined if no answer has objects in both, and the mean IoU between their objects is at least `SAME_IOU`.
 Pairs with the same name are joined first, then pairs with different names; in both groups the highest IoU goes first.

@@ -246,9 +246,9 @@ class Looks:
         self, finds: Sequence[Sequence[Crop]], votes: Sequence[Sequence[int]], first: Shares | None = None
     ) -> Appearance:
         """Estimate for each find (a box that overlaps no label) the probability that it is right. `finds` has a list
-        per sample, for the samples that the constructor got. `votes` has each find's votes, all equal if finds have no
-        votes. `first`: the shares that `judge` returned for another model. This model's shares are shrunk towards them,
-        because with a few hundred finds the error of shares is as large as the difference between models."""
+        per sample, for the samples that the constructor got. `votes` has the votes of each find; if there are none,
+        equal numbers. `first`: the shares that `judge` returned for another model. The new shares are shrunk towards
+        `first`, because with a few hundred finds the error of shares is as large as the difference between models."""
         number_on, own_class = len(self._on), self._own_class
         if number_on < MIN_LABELS or len(self._beside) < MIN_LABELS:
             return Appearance(why=f"{number_on} labels are too few to know how objects look ({MIN_LABELS} are needed)")

@@ -25,8 +25,8 @@ def to_bins(coords: Iterable[float], width: int, height: int) -> tuple[int, ...]
 
 
 def to_pixels(bins: Iterable[int], width: int, height: int) -> tuple[float, ...]:
-    """Return bins x, y, x, y, ... as pixel coordinates: `bin * size / 999`. They are within half a bin of the pixels
-    that `to_bins` got."""
+    """Return bins x, y, x, y, ... as pixel coordinates: `bin * size / 999`. The result is within half a bin of the
+    pixels that `to_bins` got."""
     sizes = (width, height)
     return tuple(bin_ * sizes[i % 2] / _LAST_BIN for i, bin_ in enumerate(bins))
 

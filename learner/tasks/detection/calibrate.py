@@ -4,8 +4,8 @@ Candidates (boxes in validation images, with features) are taken in order of fal
 lets the boxes taken so far match one more object, at IoU 0.5 (`gains` in `match.py`). So at every threshold, the right
 boxes are the true positives of F1. A candidate in an ignore region that matches no object is left out. scipy's L-BFGS
 minimises the log loss plus a penalty. The images are cut into 5 parts, and each part gets scores from a fit to the
-other four. These held-out scores choose the factor of `PENALTIES`: the one with the least log loss. They also give the
-threshold and the measured quality (`auc`, `ece`).
+other four. These held-out scores choose the factor of `PENALTIES`: the one with the least log loss. The held-out scores
+also give the threshold and the measured quality (`auc`, `ece`).
 
 `auc` is the probability that a right box has a higher score than a wrong one. `ece` is the expected calibration error
 (Guo et al. 2017). The scores are put into ten bins of equal width. In each bin, the error is the distance between the
@@ -256,8 +256,8 @@ def ece(right: Floats, scores: Floats, num_bins: int = BINS) -> float:
 
 
 def best_threshold(found: Gains, scores: Floats, num_truth: int) -> float:
-    """Return the score threshold with the largest F1. It is halfway between the lowest score that passes and the next
-    lower score."""
+    """Return the score threshold with the largest F1. The threshold is halfway between the lowest score that passes and
+    the next lower score."""
     if not len(scores):
         return 0.0
     order = np.argsort(-scores, kind="stable")

@@ -4,9 +4,10 @@ In: a sample, and the objects of K answers to it, drawn from the model. Out: the
 
 1. The objects are clustered (`agreement`). A cluster has at most one object per answer, and its votes are the number of
    answers that have an object in it.
-2. A cluster *confirms* a label if both have the same name and IoU >= 0.5, one-to-one. It *contradicts* a label if it
-   overlaps the label without confirming it. It is *free* if it overlaps no label. Clusters in ignore regions are left
-   out. A free cluster that overlaps another free cluster with more votes *repeats* it, and is not counted.
+2. A cluster *confirms* a label if both have the same name and IoU >= 0.5, one-to-one. A cluster *contradicts* a label
+   if it overlaps the label without confirming it. A cluster is *free* if it overlaps no label. Clusters in ignore
+   regions are left out. A free cluster that overlaps another free cluster with more votes *repeats* it, and is not
+   counted.
 3. Free clusters become labels if they have at least `min_votes` votes, or if they are probably right (`probable`). A
    completed label keeps its votes.
 
@@ -22,10 +23,10 @@ r is the number of objects without a label per labelled object. If labels are mi
 v votes as often as labelled ones, so f is r (c + d) plus the boxes that the model invents. So r is f / (c + d) over the
 clusters with the most votes. Because a few clusters may be chance, lower numbers of votes are included until `ENOUGH`
 of the clusters are near labels, but no number below about half of the answers. Invented boxes are rarer among clusters
-with more votes. So p and s do not fall with v, and they are fitted under this condition (`not_falling`). This removes
-most of the noise of small counts. The product p s is an upper bound, because a box that the model invents with many
-votes counts as a real object. `auto` takes the number of votes with the largest gain: the estimated number of right
-labels minus the estimated number of wrong ones. Nothing is completed if complete labels could have given the same
+with more votes. So p and s do not fall with v, and they are fitted under this condition (`not_falling`). The condition
+removes most of the noise of small counts. The product p s is an upper bound, because a box that the model invents with
+many votes counts as a real object. `auto` takes the number of votes with the largest gain: the estimated number of
+right labels minus the estimated number of wrong ones. Nothing is completed if complete labels could have given the same
 clusters.
 
 Invariants: labels are not changed. No two completed labels overlap, and none overlaps a label or an ignore region.
@@ -262,7 +263,7 @@ def _joined(counts: Counts, top: int) -> Counts:
 
 def not_falling(parts: Counts, wholes: Counts) -> tuple[Counts, Counts]:
     """Return `parts` and `wholes` with neighbouring entries added up, until the ratios parts / wholes do not fall.
-    These are the likeliest such ratios (isotonic regression by pooling adjacent violators)."""
+    The results are the likeliest ratios that do not fall (isotonic regression by pooling adjacent violators)."""
     blocks: list[tuple[float, float, int]] = []
     for part, whole in zip(parts.tolist(), wholes.tolist(), strict=True):
         length = 1
@@ -275,8 +276,8 @@ def not_falling(parts: Counts, wholes: Counts) -> tuple[Counts, Counts]:
 
 
 def best_threshold(free: Counts, precision: Counts) -> tuple[int | None, str]:
-    """Return the number of votes from which on clusters become labels. It is the number with the largest gain (right
-    new labels minus wrong ones). If no choice gains labels, return None and the reason."""
+    """Return the number of votes from which on clusters become labels. This number has the largest gain (right new
+    labels minus wrong ones). If no choice gains labels, return None and the reason."""
     gained = (free * (2 * precision - 1))[::-1].cumsum()[::-1]
     if gained.max() <= 0:
         return None, f"at most {precision.max():.0%} of what could be completed would be right"

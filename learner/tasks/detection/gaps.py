@@ -101,9 +101,9 @@ def estimate_gaps(
 
 
 def right_names(samples: Sequence[Sample], found: Found, num_answers: int) -> Callable[[LabelCandidate], float]:
-    """Return a function. For a cluster it gives the probability of a right name, if the place is right. This is the
-    fraction of right names among clusters at labels with as many votes. Clusters whose answers all give one name are
-    counted separately. The probability does not fall with more votes."""
+    """Return a function. For a cluster it gives the probability of a right name, if the place is right. The probability
+    is the fraction of right names among clusters at labels with as many votes. Clusters whose answers all give one name
+    are counted separately. The probability does not fall with more votes."""
     # First index: 0 for one name, 1 for several; second index: votes - 1
     right, whole = np.zeros((2, num_answers)), np.zeros((2, num_answers))
     for sample, own in zip(samples, found, strict=True):

@@ -5,8 +5,8 @@
 
 C is a bare `<|coord_k|>` ("tokens") or a plain integer without leading zeros ("digits"), 0..999. Polygons use the key
 `poly`. If a sample has several images, each entry gives its image before its geometry, counted from 1:
-`"image": 2, "bbox_2d": [...]`. Answers are written with ", " and ": ". They are read with any JSON whitespace and with
-fields in any order.
+`"image": 2, "bbox_2d": [...]`. Answers are written with ", " and ": ". Answers are read with any JSON whitespace and
+with fields in any order.
 """
 
 from __future__ import annotations

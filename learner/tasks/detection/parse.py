@@ -30,9 +30,9 @@ before the tail, and all tokens of its coordinates are in the prefix.
 
 4. The prefix ends after the last closed object. Dropped objects count too, because they stay in the text. One token may
    hold both the end of an object and text after it (`}, "`, `]}}`, `"}]`). Then the prefix ends before that token, and
-   `tail_opening` repeats the token's bytes up to the end of the object. This is done only if these bytes are structure:
-   brackets, whitespace, a description's closing quote. If these bytes hold a coordinate or text of the description, the
-   prefix ends at the object before, and later objects are not part of the result.
+   `tail_opening` repeats the token's bytes up to the end of the object. The token's bytes are repeated only if they are
+   structure: brackets, whitespace, a description's closing quote. If these bytes hold a coordinate or text of the
+   description, the prefix ends at the object before, and later objects are not part of the result.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ NO_COORDINATES = Coordinates(CoordSlots(start=_NONE, end=_NONE, bin=_NONE, lead=
 
 
 def token_coordinates(text: TokenText, bin_of_token: NDArray[np.int64]) -> Coordinates:
-    """Return the coordinate tokens. `bin_of_token[id]` is negative for other tokens. Its last entry stands for all
-    larger ids."""
+    """Return the coordinate tokens. `bin_of_token[id]` is negative for other tokens. The last entry of `bin_of_token`
+    stands for all larger ids."""
     bins = bin_of_token.take(text.ids, mode="clip")
     at = np.flatnonzero(bins >= 0)
     slots = CoordSlots(start=at, end=at + 1, bin=bins[at], lead=np.zeros_like(at))

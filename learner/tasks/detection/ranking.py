@@ -120,7 +120,7 @@ class GapJudge:
 
     def objects(self, scores: Sequence[GapScore], boxes: Sequence[Boxes]) -> tuple[float, float]:
         """Return the least and the largest plausible number of objects. A box that overlaps no label (free) counts
-        once, even if several models have it. Its weight is the mean probability that such a box is right."""
+        once, even if several models have it. The weight of a box is the mean probability that such a box is right."""
         line = [candidates(sample, [own[i] for own in boxes]) for i, sample in enumerate(self._samples)]
         free = sum(one.relation == "free" for own in line for one in own)
         share = sum(one.unlabelled.sum() for one in scores) / max(1.0, sum(one.free.sum() for one in scores))

@@ -270,8 +270,8 @@ def scores_of(found: Sequence[ScoreCandidate], calibration: Calibration | None) 
 
 
 def token_scores(parsed: ParsedRollout, pieces: TokenPieces) -> list[float]:
-    """Return a score for each object of an answer. It rises with the probability of name and coordinates, as in
-    `scores_of` without a calibration; it is 1 if log-probabilities are not known."""
+    """Return a score for each object of an answer. A score rises with the probability of name and coordinates, as in
+    `scores_of` without a calibration. The score is 1 if log-probabilities are not known."""
     return [1 / (1 - (told.name + told.coords) / _HALF_NATS) for told in told_of(parsed, pieces)]
 
 

@@ -40,7 +40,7 @@ EVALUATED = (
 
 
 class DetectionTask(Task):
-    """The detection task. It has no state besides the grammar and token tables, so it can be reused."""
+    """The detection task. The object has no state besides the grammar and token tables, so it can be reused."""
 
     def __init__(self, config: TaskConfig, tokenizer: Tokenizer) -> None:
         """Set up the tables. Raises ConfigError if coordinates are tokens and the tokenizer lacks one of them."""

@@ -2,8 +2,8 @@
 back.
 
 The text is canonical: ", " and ": ", descriptions as JSON strings with non-ASCII characters unescaped. The start of an
-answer (the prefix) and the written continuation (the tail) together are a closed container. It is parsed as the
-prefix's objects, followed by the written objects. `validate_sample` is called once per sample, before training.
+answer (the prefix) and the written continuation (the tail) together are a closed container. The container is parsed as
+the prefix's objects, followed by the written objects. `validate_sample` is called once per sample, before training.
 """
 
 from __future__ import annotations
