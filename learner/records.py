@@ -397,8 +397,8 @@ class RolloutCallLog:
     again.
 
     A call that is made ahead of the steps belongs to no step. Such a call serves a share (the samples of one step,
-    whichever that will be). Its `micro_step_idx` is -1, and its seeds are computed from the share's number instead of
-    the step's number.
+    whichever that will be). The call's `micro_step_idx` is -1, and its seeds are computed from the share's number
+    instead of the step's number.
     """
 
     global_step: int | None
