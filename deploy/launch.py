@@ -178,7 +178,8 @@ def supervised() -> Iterator[Processes]:
         yield processes
     finally:
         for signum in signals:
-            signal.signal(signum, signal.SIG_IGN)  # a second Ctrl-C must not leave processes behind
+            # A second Ctrl-C must not leave processes behind.
+            signal.signal(signum, signal.SIG_IGN)
         processes.stop_all()
         for signum, handler in zip(signals, previous, strict=True):
             signal.signal(signum, handler)

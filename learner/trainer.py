@@ -64,7 +64,8 @@ def start_set_aside() -> Iterator[Callable[[], None]]:
         if not set_aside:
             # Modules, model and compiled programs are about 800,000 objects. A collection that walks them takes 0.5 s
             # of a step on a CPU.
-            gc.collect()  # frees the garbage first, because objects that are exempt from collection stay
+            # Garbage is freed first, because objects that are exempt from collection stay.
+            gc.collect()
             gc.freeze()
             set_aside = True
 
@@ -354,10 +355,12 @@ class Trainer:
         if at is None or at.state.global_step in (0, self._saved_at):
             return
         for _, p in self.policy.trainable:
-            p.grad = None  # frees memory for the save, because the error may be a lack of memory
+            # The error may be a lack of memory, so memory is freed before the save.
+            p.grad = None
         try:
             path = self.checkpoints.save_alone(self.policy, self.optimizer, at.state, at.generators)
-        except Exception as error:  # logged only, so that the error that stopped the run is raised
+        # This error is only logged, so that the error that stopped the run is raised.
+        except Exception as error:
             self.journal.note(f"step {at.state.global_step} could not be saved: {error}")
             return
         self.journal.note(f"saved {path}; training.resume_from_checkpoint: latest goes on from there")

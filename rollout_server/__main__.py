@@ -97,7 +97,8 @@ def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
     folder = _temporary_folder()
     # The port is bound before the engine's slow start, so that a port in use is reported at once.
     listener = _bind(config)
-    os.register_at_fork(after_in_child=listener.close)  # forked processes must not keep the port
+    # Forked processes must not keep the port after the server has ended.
+    os.register_at_fork(after_in_child=listener.close)
     console = _console(config)
     _prepare_environment(config)
     # These signal handlers are used until uvicorn sets its own. The handlers raise SystemExit, so that vLLM can clean
@@ -180,7 +181,8 @@ def _prepare_environment(config: ServerConfig) -> None:
         "TOKENIZERS_PARALLELISM": "false",  # the tokenizer runs on our threads
         **FEW_SHAPES,
     }
-    if "kv_cache_memory_bytes" not in config.engine_args:  # the variable would override this argument
+    # The environment variable would override this argument.
+    if "kv_cache_memory_bytes" not in config.engine_args:
         settings["VLLM_CPU_KVCACHE_SPACE"] = str(config.cpu_kv_cache_gib)
     if config.cpu_threads is not None:
         settings |= {"OMP_NUM_THREADS": str(config.cpu_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -204,7 +204,8 @@ class _Process:
                 pass_fds=[theirs.fileno()],
                 env=env,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # so that Ctrl-C reaches only the server
+                # With a session of its own, the process gets no Ctrl-C of the terminal. Only the server gets it.
+                start_new_session=True,
             )
 
     def ask(self, what: bytes, data: bytes, check: Callable[[], None]) -> tuple[bytes, bytearray]:

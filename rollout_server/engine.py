@@ -197,7 +197,8 @@ class VllmEngine:
             with self._vllm_errors():
                 # Each answer is made by a request of its own, not by vLLM's `n`. So n answers equal the answers to n
                 # copies of the request, each with its own seed.
-                answers = await gather(  # the responses share their images, so only the first reports the pixels
+                # The responses share their images, so only the first one reports the pixels.
+                answers = await gather(
                     self._generation(prompt, sampling_params(config, own), None if j else look)
                     for j, own in enumerate(seeds)
                 )
@@ -365,7 +366,8 @@ class VllmEngine:
         # By default vLLM kills its processes after 5 s, too early on a busy machine. Older versions have no `timeout`.
         limit = {"timeout": END_S} if "timeout" in inspect.signature(self._llm.shutdown).parameters else {}
         self._llm.shutdown(**limit)
-        self._llm.shutdown = lambda: None  # vLLM's destructor would call it again while Python exits.
+        # vLLM's destructor would call `shutdown` again while Python exits.
+        self._llm.shutdown = lambda: None
         # Some libraries complain about objects that are left at exit, so the collector may free all objects again.
         gc.unfreeze()
 

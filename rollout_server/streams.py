@@ -64,7 +64,8 @@ class AnswerStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._lines):
-            with suppress(RequestError):  # the client hung up, so the error cannot be sent
+            # The client hung up, so the error cannot be sent.
+            with suppress(RequestError):
                 await while_connected(Request(scope, receive), self.stream_response(send))
 
     async def stream_response(self, send: Send) -> None:

@@ -164,7 +164,8 @@ class SyncWorker:
             operation.cancel(CommunicatorError(because))
             try:
                 operation.result().abort()
-            except ProjectError:  # the join was not complete, so there is no group to leave
+            # The join was not complete, so there is no group to leave.
+            except ProjectError:
                 return
 
 

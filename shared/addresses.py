@@ -58,7 +58,8 @@ def is_free(port: int) -> bool:
 
 def free_ports(number: int) -> list[int]:
     """Return different free ports, drawn at random. Raises ConfigError if there are not enough."""
-    draw = random.SystemRandom()  # ignores seeds: two processes must not draw the same ports
+    # This generator ignores seeds: two processes must not draw the same ports.
+    draw = random.SystemRandom()
     ports: set[int] = set()
     for _ in range(_TRIES):
         if len(ports) == number:

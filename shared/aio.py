@@ -26,7 +26,8 @@ async def gather(calls: Iterable[Coroutine[object, None, T]]) -> list[T]:
         first = errors.exceptions[0]
     else:
         return [task.result() for task in tasks]
-    raise first  # raised outside of the `except` block, where it would carry the exception group as its context
+    # Inside the `except` block the error would carry the exception group as its context.
+    raise first
 
 
 def reason(error: BaseException) -> str:

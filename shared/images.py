@@ -346,7 +346,8 @@ def _upright(image: Image.Image) -> Image.Image:
 def _upright_size(image: Image.Image, file: IO[bytes]) -> tuple[int, int]:
     """Return `_upright(image).size`, without decoding if the header is enough."""
     if image.format == "PNG" and "exif" not in image.info and not _png_has_exif(file):
-        return image.size  # Pillow would decode the whole image to look for an EXIF chunk
+        # The orientation is not read here: Pillow would decode the whole image to look for an EXIF chunk.
+        return image.size
     turned = 5 <= _orientation(image) <= 8
     if turned and image.format == "TIFF":  # versions of Pillow give different sizes before the image is loaded
         image.load()

@@ -28,8 +28,10 @@ LEVELS = "uint8"  # the type of pixels that are not normalized yet
 NUM_VALUES = 256
 TOLERANCE = 0.02  # max difference of normalized values: two or three of 256 levels
 LEVELS_TOLERANCE = 2.0
-_STRIDE = 7919  # a prime, so that the sampled values cover all channels and all places within a patch
-_ROWS = 512  # patches converted at a time, so that temporaries stay in the cache
+# The stride is a prime, so that the sampled values cover all channels and all places within a patch.
+_STRIDE = 7919
+# Number of patches converted at a time. With so few, temporaries stay in the cache.
+_ROWS = 512
 _SETTINGS = (
     "size",
     "patch_size",

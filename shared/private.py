@@ -43,7 +43,8 @@ def cache_folder(environment: Mapping[str, str], program: str) -> Path:
 
 
 def _remove_own(folder: str, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child must not remove it
+    # A forked child must not remove the folder of its parent.
+    if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)
 
 

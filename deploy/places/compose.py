@@ -141,7 +141,8 @@ def server_service(plan: Plan, out: Path, index: int) -> dict[str, Any]:
             "retries": 3,
             "start_period": f"{plan.launch.ready_timeout_s:.0f}s",
         },
-        "stop_grace_period": "45s",  # longer than shutdown_timeout_s, because the engine stops after it
+        # The engine stops after `shutdown_timeout_s`, so this time is longer.
+        "stop_grace_period": "45s",
     }
 
 
@@ -163,7 +164,8 @@ def service(
     """Return the settings that all containers share. `variables`: names of the environment variables that a container
     gets from the user's environment."""
     gpu = {
-        "ulimits": {"memlock": -1},  # no limit, because NCCL pins host memory; rootless engines refuse this setting
+        # NCCL pins host memory, so there is no limit. Rootless engines refuse this setting.
+        "ulimits": {"memlock": -1},
         "deploy": {"resources": {"reservations": {"devices": [gpus(devices)]}}},
     }
     return {

@@ -140,7 +140,8 @@ def _text_tower(text: Mapping[str, Any]) -> Tower:
     if experts:
         width = int(text["moe_intermediate_size"])
         inner = width * int(text["num_experts_per_tok"])
-        wide = experts * (3 * hidden * width + hidden)  # not in `adapted`, because LoRA does not adapt experts
+        # LoRA does not adapt experts, so their parameters are not in `adapted`.
+        wide = experts * (3 * hidden * width + hidden)
     else:
         inner = int(text["intermediate_size"])
         wide = 3 * hidden * inner

@@ -36,7 +36,8 @@ class WithoutTokenizer:
 
 def checks_of(config: RunConfig) -> Validates:
     """Return the checks of a run's samples that need no tokenizer. Raises ConfigErrors."""
-    if config.task.type == "detection":  # the task's class would load more than a check needs
+    # The class of this task would load more modules than a check needs.
+    if config.task.type == "detection":
         from learner.tasks.detection.write import validate_sample
 
         return WithoutTokenizer(partial(validate_sample, pieces=None))
@@ -94,7 +95,8 @@ def check_split(config: RunConfig, split: str, path: str, *, key: str = "") -> C
 
 def _not_augmentable(samples: Sequence[Sample]) -> list[Mistake]:
     """Return a mistake for the first sample that cannot be augmented; [] if all can."""
-    from learner.data.augment import require_augmentable  # imported here because it loads numpy
+    # The import loads numpy, which a check without augmentation does not need.
+    from learner.data.augment import require_augmentable
 
     try:
         for sample in samples:

@@ -83,7 +83,8 @@ class LocalPool:
 
 # ---- in worker processes -------------------------------------------------------------------------------------------
 
-JOBS_PER_WORKER = 3  # one runs and two wait, so that no worker is idle while the learner computes
+# One job runs and two wait, so that no worker is idle while the learner computes.
+JOBS_PER_WORKER = 3
 MAX_JOB_SIZE = 16
 END_TIMEOUT_S = 5.0
 _STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
@@ -153,7 +154,8 @@ class _WorkerJob:
 def _start_fork_server() -> None:
     """Start the fork server (which starts the workers) if it does not run yet. The fork server and the workers get no
     stop signals."""
-    resource_tracker.ensure_running()  # otherwise the fork server would start the tracker and unblock signals
+    # If the tracker did not run yet, the fork server would start it and unblock signals.
+    resource_tracker.ensure_running()
     # The fork server inherits the blocked signals. Otherwise Ctrl-C would end it, and the workers that the last step
     # needs.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)

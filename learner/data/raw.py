@@ -491,7 +491,8 @@ def has_area(kind: GeometryKind, coords: Sequence[float]) -> bool:
         return False
     if kind == "bbox_2d":
         return True
-    from learner.tasks.detection.geometry import area  # imported here so that boxes are checked without loading shapely
+    # The import loads shapely, which boxes do not need.
+    from learner.tasks.detection.geometry import area
 
     return area(DetectionObject(desc="", kind=kind, bins=tuple(coords))) > 0  # type: ignore[arg-type]
 

@@ -108,7 +108,8 @@ def read_split(
     # Records after the limit are not read.
     samples = list(islice(_new_ids_only(found, bad), limit))
     if tile is not None:
-        from learner.data.tiles import tiled  # imported here because it loads numpy
+        # The import loads numpy, which is needed only for tiles.
+        from learner.data.tiles import tiled
 
         samples = [one for sample in samples for one in tiled(sample, tile)]
     if not samples and not bad.num_errors:

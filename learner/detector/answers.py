@@ -157,7 +157,8 @@ class Answers:
     def _servers(self, url: str) -> RolloutBackend:
         from learner.rollout.server_backend import ServerBackend
 
-        server = {"servers": [{"base_url": url, "group_port": 1}]}  # no weights are sent, so no port is used
+        # No weights are sent, so the group port is never used.
+        server = {"servers": [{"base_url": url, "group_port": 1}]}
         config = self._config({"vllm": {"mode": "server", "server": server}})
         backend = ServerBackend(config, run_seed=SEED, token=self.asked.token, logprobs=True)
         try:

@@ -108,7 +108,8 @@ class MetricsLog:
             return
         lost = self._trackers.close(report=self._report)
         if lost:
-            with contextlib.suppress(OutputError):  # the run is ending: a full disk must not hide why
+            # The run is ending, and an error of a full disk must not hide the reason.
+            with contextlib.suppress(OutputError):
                 self.write("trackers", {name: dataclasses.asdict(count) for name, count in lost.items()})
         self._lines.close()
 

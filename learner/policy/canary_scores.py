@@ -216,7 +216,8 @@ class RepeatedLogprobs:
         self._addresses = addresses
         if not is_first and not has_moved and self._graph is None:
             self._graph = PassGraph.of(self._pass, self._policy.model.parameters(), record)
-        if self._graph is None or has_moved:  # a graph would read the old addresses
+        # A graph would read the tensors at their old addresses.
+        if self._graph is None or has_moved:
             if not is_first:
                 # From now on every call runs the pass. The graph is dropped, because it would keep its memory to the
                 # end of the run.

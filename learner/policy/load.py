@@ -166,7 +166,8 @@ class Policy:
 
         Raises LossError if a supervised token is outside the assistant span.
         """
-        if not row.segments and self._grpo is not None:  # so that an empty row is computed like this run's other rows
+        # An empty row has no policy tokens, but is computed like the other rows of this run.
+        if not row.segments and self._grpo is not None:
             row = replace(row, share_prompts=True)
         inputs = pack_inputs(row, self.model, self.device, always_image=self.is_sharded)
         sums: list[torch.Tensor] = []

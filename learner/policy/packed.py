@@ -221,7 +221,8 @@ def _positions(pieces: Sequence[_Piece], model: PreTrainedModel) -> torch.Tensor
     begin at 0."""
     if not hasattr(model.base_model, "get_rope_index"):
         return torch.cat([torch.arange(piece.begin, piece.end) for piece in pieces])[None]
-    prompts: dict[tuple[object, ...], torch.Tensor] = {}  # computed once per prompt, because `get_rope_index` is slow
+    # The positions are computed once per prompt, because `get_rope_index` is slow.
+    prompts: dict[tuple[object, ...], torch.Tensor] = {}
     parts = []
     for s, begin, end, _ in pieces:
         prompt = torch.zeros(3, 1, 0, dtype=torch.int64)

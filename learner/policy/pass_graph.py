@@ -46,7 +46,8 @@ def cuda_graph(work: Work) -> Work:
     """Capture what `work` launches on the current CUDA device, without executing it there. Returns the function that
     executes it. Raises OutOfMemoryError."""
     graph, stream, now = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
-    stream.wait_stream(now)  # CUDA cannot capture on its default stream, so the work runs on another stream
+    # CUDA cannot capture on its default stream, so the work runs on another stream.
+    stream.wait_stream(now)
     with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the device meanwhile
         try:
@@ -63,7 +64,8 @@ class PassGraph:
 
     def __init__(self, replay: Work, output: torch.Tensor, notes: Notes) -> None:
         self._replay, self._output = replay, output
-        self._notes = notes  # kept, because the graph reads the tensors in `notes`
+        # The notes are kept, because the graph reads their tensors.
+        self._notes = notes
 
     @classmethod
     def of(cls, run: Pass, weights: Iterable[torch.Tensor], record: Record = cuda_graph) -> PassGraph | None:

@@ -84,7 +84,8 @@ def shard(model: PreTrainedModel, ranks: Ranks) -> ShardedForward:
         sharded = fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
         # FSDP averages gradients over ranks by default. The learner needs their sum.
         sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale sums
+        # gloo cannot scale sums, so sums are reduced.
+        sharded.set_force_sum_reduction_for_comms(True)
     return forward
 
 

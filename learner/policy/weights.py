@@ -90,7 +90,8 @@ class CheckpointWeights:
             if name not in self._merges:
                 self._merges[name] = _merge_of(self._adapted[name])
             return self._merges[name](dtype, self._device)
-        return whole(_cast(tensor, dtype))  # each rank casts its part, so that fewer bytes are gathered
+        # Each rank casts its part before the gather, so that fewer bytes are gathered.
+        return whole(_cast(tensor, dtype))
 
     def _shapes(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         return {

@@ -31,7 +31,8 @@ BY_IOU: Mapping[str, float] = {"soft_iou": 1.0}  # reward weights of a `grpo` st
 # On digits `grpo` gained with a learning rate of 3e-5, and did not with 1e-4.
 RATE_OF_GRPO = 0.3  # grpo's learning rate is sft's times this (docs/concepts/which-method.md)
 MOST_STEPS = 100_000  # max steps of a stage, which no stage reaches: its time or its patience ends it before
-LEAST_MINUTES = 0.01  # `max_minutes` of a stage whose time is over, because the key must be above 0
+# `max_minutes` of a stage whose time is over. The key must be above 0.
+LEAST_MINUTES = 0.01
 NO_VALIDATION = Mistake(
     path="data.val",
     found="null",

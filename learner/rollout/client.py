@@ -142,7 +142,8 @@ class ServerClient:
             event_hooks={"response": [self._check_size]},
             # The number of connections is limited by the quota of requests (`distribution.py`).
             limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S),
-            trust_env=False,  # a proxy named by the environment would see the token and all photographs
+            # A proxy that the environment names would see the token and all photographs.
+            trust_env=False,
             verify=_certificates(),
         )
 

@@ -354,7 +354,8 @@ class Dispatcher(Generic[R]):
             return
         failed_twice = batch.failed and len(batch) == 1
         if failed_twice and batch.suspect and not isinstance(error, LOST_ERRORS):
-            raise error  # two servers failed the request, so the request is at fault
+            # Two servers failed the request, so the request is at fault.
+            raise error
         if isinstance(error, LOST_ERRORS) or failed_twice:
             self._without(flight, error, suspect=failed_twice)
         else:

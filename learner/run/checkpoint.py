@@ -262,7 +262,8 @@ class CheckpointStore:
                 self._remove(path)
             work.rename(path)
         except BaseException:
-            shutil.rmtree(work, ignore_errors=True)  # frees the folder's space, because the disk may be full
+            # The disk may be full, so the folder's space is freed.
+            shutil.rmtree(work, ignore_errors=True)
             raise
         # The rename is on disk only after the parent folder has been written there.
         _sync_to_disk(self.root)
@@ -291,7 +292,8 @@ class CheckpointStore:
 
     def _remove(self, path: Path) -> None:
         doomed = self.root / f"{_UNFINISHED}removed-{path.name}"
-        path.rename(doomed)  # a folder that is half removed must not have a checkpoint's name
+        # A folder that is half removed must not have the name of a checkpoint.
+        path.rename(doomed)
         shutil.rmtree(doomed)
 
     def _load_generators(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -316,7 +318,8 @@ def verify(path: Path) -> None:
             raise ValueError(f"a {type(manifest).__name__}, no mapping of files")
         ours = {_place(path, OPTIMIZER), _place(path, RNG)}
         weights = {str(p.relative_to(path)) for p in path.rglob("*.safetensors")} - ours
-        if not weights:  # only safetensors files are loaded, because other formats may be pickled
+        # Only safetensors files are loaded, because other formats may be pickled.
+        if not weights:
             raise ValueError("no weights beside it")
         wrong = {n for n, entry in manifest.items() if not (path / n).is_file() or _entry(path / n) != entry}
     except (OSError, ValueError) as error:

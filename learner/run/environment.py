@@ -41,7 +41,8 @@ def prepare_for_vllm(environment: MutableMapping[str, str]) -> None:
     # an hour for torchrun's store, where no process listens.
     if environment.get("WORLD_SIZE", "1") == "1":
         environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    environment.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # vLLM must not print its log: the run writes it to a file
+    # vLLM must not print its log, because the run writes it to a file.
+    environment.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 

@@ -178,7 +178,8 @@ class TimeLimit:
 
 def _say(text: str) -> None:
     with suppress(OSError):  # nobody may read stderr any more
-        os.write(_STDERR, f"learner: {text}\n".encode())  # a signal handler must not wait for a stream's lock
+        # A signal handler must not wait for the lock of a stream.
+        os.write(_STDERR, f"learner: {text}\n".encode())
 
 
 def _end(signum: int, why: str) -> None:

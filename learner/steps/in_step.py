@@ -170,7 +170,8 @@ class StepRollouts:
             late = self._late("waiting for the rollouts to end", CLOSE_S)
             if error is None:
                 raise late
-            log.warning("%s", late)  # logged only, so that the first error is raised
+            # This error is only logged, so that the first error is raised.
+            log.warning("%s", late)
 
     def _produce(self) -> None:
         """Add each segment to the rows as it arrives. The body of the second thread."""

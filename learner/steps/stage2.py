@@ -153,7 +153,8 @@ class Stage2Steps(StepSource):
             batch = self._next_batch()
         step = MicroStep(
             samples=batch.samples[::every],
-            micro_step_idx=0,  # requests are numbered over the whole step, so that seeds do not depend on the ranks
+            # Requests are numbered over the whole step, so that seeds do not depend on the number of ranks.
+            micro_step_idx=0,
             first_req_idx=batch.first_req_idx,
         )
         segments = source.segments(step, batch.prompts[::every], global_step=self._global_step, clock=self._clock)

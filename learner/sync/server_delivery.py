@@ -390,7 +390,8 @@ class ServerDelivery:
                 await_all(under_way.popleft(), posts, replies=False)
             under_way.append(self._groups.broadcast(bucket))
             sums.append(checksum(bucket[:-SEAL_BYTES]))
-            seals.append(bucket[-SEAL_BYTES:].clone())  # a view would keep the whole bucket in memory
+            # A view would keep the whole bucket in memory.
+            seals.append(bucket[-SEAL_BYTES:].clone())
         return [part for sent in under_way for part in sent], sums, seals
 
     def _plan(self, source: WeightSource) -> list[Bucket]:

@@ -227,7 +227,8 @@ class Sync:
 
     def _repeated(self, work: Callable[[], T]) -> T:
         """Try `work` until it succeeds, or `Delivery.recover` returns "stop"."""
-        num_repeated = 0  # no `Retry`, because the failed servers, not a time, end the tries
+        # There is no `Retry` here, because failed servers end the tries, not a time limit.
+        num_repeated = 0
         while True:
             try:
                 with self._leaving_on_failure():

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout
 
-if TYPE_CHECKING:  # not imported at run time, because it loads numpy, which `check` does not need
+# These modules load numpy, which `check` does not need, so they are not imported at run time.
+if TYPE_CHECKING:
     from learner.tasks.tokens import TokenPieces
 
 

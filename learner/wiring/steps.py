@@ -129,7 +129,8 @@ def check_packing_buffer(
     if config.custom.trainer_variant != "rollout_matching_sft" or not training.packing or config.data.augment:
         return  # the lengths of augmented samples are not known yet
     if plan.per_device_train_batch_size == 1:
-        return  # each row takes one segment, so no segment is left over
+        # Each row takes one segment, so no segment is left over.
+        return
     sampler = sampler_of(len(samples), config=config, plan=plan, rank=0)
     gas, m_steps = plan.gradient_accumulation_steps, plan.m_steps
     fewest = [fewest_tokens(sample, encoder) for sample in samples]

@@ -90,7 +90,8 @@ def pack(
     for spec, view in zip(specs, views, strict=True):
         if gap := -num_tensor_bytes(spec) % ALIGNMENT_BYTES:
             end = view.storage_offset() * view.element_size() + num_tensor_bytes(spec)
-            buffer[end : end + gap] = 0  # gaps are digested too, so their bytes must be fixed
+            # The digest covers the gaps too, so their bytes must be fixed.
+            buffer[end : end + gap] = 0
     if views:
         # One call copies all tensors. Otherwise the host would launch a copy for each.
         torch._foreach_copy_(views, [_fitting(spec, tensors.get(spec.name)) for spec in specs])

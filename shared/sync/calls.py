@@ -201,5 +201,6 @@ def _watch() -> None:
             _under_way.difference_update(overdue)
             if not overdue:
                 _changed.wait(min((operation.deadline.left_s() for operation in _under_way), default=None))
-        while overdue:  # `pop`, because no reference to an ended operation may stay
+        # `pop` leaves no reference to an ended operation, which would keep a bucket's memory.
+        while overdue:
             overdue.pop().expire()

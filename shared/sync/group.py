@@ -148,7 +148,8 @@ def start_join(
     def join() -> Communicator:
         with _errors_as_ours(what):
             joined = _Tcp(member, given_up) if backend == "tcp" else _Nccl(member, given_up, allow_shared_gpu)
-        if given_up.is_set():  # the caller no longer waits, so the group must be left here
+        # The caller no longer waits, so the group must be left here.
+        if given_up.is_set():
             joined.abort()
         return joined
 

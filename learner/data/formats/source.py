@@ -40,7 +40,8 @@ class Source:
     bad: BadRecords
 
     @cached_property
-    def file(self) -> Path:  # cached, because readers ask for it at each annotation, and making a path is slow
+    # The path is cached, because readers need it at each annotation, and making a path is slow.
+    def file(self) -> Path:
         return Path(self.path)
 
     @property
@@ -167,7 +168,8 @@ class Nearby:
 def text_of(file: Path, place: Place, wanted: str) -> str:
     """Return a file's text without a byte order mark. Raises DataError."""
     try:
-        if not file.is_file():  # a pipe or a device is not read, because it may never end
+        # A pipe or a device is not read, because it may never end.
+        if not file.is_file():
             raise FileNotFoundError(f"no file {file}")
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -340,7 +340,8 @@ def _is_keypoints(values: Sequence[float]) -> bool:
 
 
 def _crosses_itself(values: Sequence[float]) -> bool:
-    import shapely  # imported here because most labels are boxes
+    # shapely is imported only here, because most labels are boxes.
+    import shapely
 
     return not shapely.Polygon(list(zip(values[0::2], values[1::2], strict=True))).is_valid
 

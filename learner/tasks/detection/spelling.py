@@ -105,7 +105,8 @@ class Spelling:
             return self._in_places(list(map(_Context._make, zip(*columns, strict=True))), wanted)
 
     def _in_places(self, contexts: Sequence[_Context], wanted: Ints) -> Ints:
-        if len(self._places) > _MAX_PLACES:  # the text of an untrained model would make the table grow without end
+        # The text of an untrained model would make the table grow without end.
+        if len(self._places) > _MAX_PLACES:
             self._places.clear()
             self._tokens[:] = _NOT_MET
         places = np.fromiter(map(self._index_of, contexts), dtype=np.int64, count=len(contexts))

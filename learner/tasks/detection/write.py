@@ -129,7 +129,8 @@ def _geometry_fault(obj: DetectionObject) -> tuple[str, str, str] | None:
 
 def _has_area(obj: DetectionObject) -> bool:
     if obj.kind == "bbox_2d":
-        return True  # `encloses_something` is True, so a box has an area
+        # `encloses_something` is True here, so a box has an area.
+        return True
     from learner.tasks.detection.geometry import area  # imported here: boxes need no shapely
 
     return area(obj) > 0
