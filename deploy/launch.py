@@ -329,7 +329,8 @@ def launch(config: LaunchConfig) -> int:
     Raises ConfigErrors if the learner could not start, ServerError, DeadlineError, and KeyboardInterrupt with the
     signal's number.
     """
-    if not config.learner.via:  # with `via`, the learner's files may be on another machine
+    # With `via`, the learner's files may be on another machine, where only the learner can check them.
+    if not config.learner.via:
         found = load_config(config.learner.config, world_size=config.learner.nproc)
         # The run is checked here, because the learner would report these mistakes only when all servers are ready,
         # after about 100 s.

@@ -766,7 +766,8 @@ def _recipe(config_path: str, overrides: Sequence[str], minutes: float, nproc: i
     from learner.config.load import load_config
     from shared.config.model import ConfigErrors
 
-    try:  # the override asks for evaluations, which every stage needs
+    # The override turns evaluations on, because every stage needs them.
+    try:
         config = load_config(config_path, world_size=nproc, overrides=(*overrides, f"{_EVALUATED}=true"))
     except ConfigErrors as error:
         raise _without_our_key(error) from error
@@ -798,7 +799,8 @@ def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:
     from learner.config.modes import colocates
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(signal.SIGTERM)  # if torchrun dies, the run writes a checkpoint and ends
+        # If torchrun dies, SIGTERM makes the run write a checkpoint and end.
+        end_with_parent(signal.SIGTERM)
     config = load_config(config_path, world_size=int(os.environ.get("WORLD_SIZE", 1)), overrides=overrides)
     if colocates(config):
         # Without a compiler vLLM on CPU fails only at the first check of weights (canary), minutes later.
@@ -823,7 +825,8 @@ def _end(work: Callable[[], int]) -> None:
     """Do the work of a command and raise typer.Exit with its exit code. No other error is raised: typer prints only
     "Aborted" for some, without a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of classes and files may be in any language
+        # Names of classes and files may be in any language, also in a terminal that cannot show them.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = work()
         # If the reader of the output has gone (a closed pipe), that is noticed only here.

@@ -144,7 +144,8 @@ def _detected(desc: str, coords: Sequence[float], width: int, height: int) -> De
     if kind == "poly" and (len(coords) < 6 or len(coords) % 2):
         wanted = "four numbers of a box, or x and y of three points or more"
         raise DataError("an object has no place", found=place, wanted=wanted, remedy="correct it")
-    if not all(0 <= value <= (width, height)[i % 2] for i, value in enumerate(coords)):  # NaN is refused too
+    # The comparison is false for NaN, so NaN is refused too.
+    if not all(0 <= value <= (width, height)[i % 2] for i, value in enumerate(coords)):
         wanted = f"pixels within {width} x {height}"
         remedy = "give pixels, not shares or bins, and cut what reaches out of the image"
         raise DataError("an object reaches out of its image", found=place, wanted=wanted, remedy=remedy)

@@ -121,8 +121,8 @@ class Sample:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
     """The answer of the policy of version `ver`. `response_token_ids` are without the stop token. `logprobs` are
-    natural log-probabilities of the response's tokens and of the stop token, under the weights that generated them;
-    None: they were not asked for, or the trained weights themselves generated the answer."""
+    natural log-probabilities of the response's tokens and of the stop token, under the weights that generated them.
+    `logprobs` None: they were not asked for, or the trained weights themselves generated the answer."""
 
     sample: Sample
     prompt_token_ids: tuple[int, ...]

@@ -233,7 +233,8 @@ class Trainer:
         for rows in self.source.micro_steps():
             self.stop.check()
             self.training_step(rows, totals)
-        self.syncs.within(self.state.global_step, at_once=True)  # the update below changes the weights
+        # A postponed sync is made here at the latest, because the update below changes the weights.
+        self.syncs.within(self.state.global_step, at_once=True)
         metrics = self.source.metrics()
         with self.clock.phase("learn"):
             totals = totals.reduced(self.ranks)
@@ -267,7 +268,8 @@ class Trainer:
         Gradients are accumulated, without an update. Ranks wait for each other at each row if the model is sharded, or
         if a sync may run between two rows."""
         evened = in_lockstep if self.policy.is_sharded or self.syncs.waits else padded
-        with closing(rows):  # an error here must end the rollouts under way too
+        # Closing `rows` makes an error here end the rollouts under way too.
+        with closing(rows):
             for row in evened(rows, self.ranks, self.config.global_max_length, self.clock):
                 with self.clock.phase("learn"), memory_errors(row):
                     totals.add(row, self.policy.backward(row))
@@ -283,7 +285,8 @@ class Trainer:
         if self.labels is None or not self.labels.is_due(step):
             return
         self.stop.check()
-        with self.source.fence() as fence:  # waits for rollouts in flight, which have the old labels
+        # The fence waits for rollouts in flight, which were made with the old labels.
+        with self.source.fence() as fence:
             self.syncs.behind(fence, step)
             with self.clock.phase("labels"):
                 completion = self.labels.complete(step, self.syncs.ver(step))

@@ -177,8 +177,9 @@ def _prepare_environment(config: ServerConfig) -> None:
         # name, and accept connections from anybody.
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # CPU workers never end by themselves: kill them after 1 s
-        "TOKENIZERS_PARALLELISM": "false",  # the tokenizer runs on our threads
+        # vLLM kills its CPU workers after 1 s, because they never end by themselves
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
+        "TOKENIZERS_PARALLELISM": "false",  # the tokenizer runs on our threads, and needs none of its own
         **FEW_SHAPES,
     }
     # The environment variable would override this argument.

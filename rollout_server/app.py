@@ -237,7 +237,8 @@ def _add_rollout_routes(router: APIRouter, service: RolloutService) -> None:
     """Add the routes that generate and score answers with the served weights."""
     # FastAPI documents only the response model, so the type of a streamed line is added by hand.
     line = AnswerLine.model_json_schema(mode="serialization", ref_template=REF_TEMPLATE)
-    del line["$defs"]  # the schema of the JSON answer already has these types
+    # The schema of the JSON answer already has the types in `$defs`.
+    del line["$defs"]
 
     @router.post(
         "/infer/",

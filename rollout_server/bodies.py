@@ -43,7 +43,8 @@ async def read_body(request: Request, model: type[Body]) -> Body:
         # 96 MB of escaped text held the event loop for 0.4 to 0.7 s, so escapes are counted before anything is parsed.
         if (num_escapes := body.count(b"\\")) > _MAX_ESCAPES:
             raise ValueError(f"{num_escapes} backslashes, wanted at most {_MAX_ESCAPES}: write the text as UTF-8")
-        value = from_json(body)  # reading bytes takes a quarter of the time that a bytearray takes
+        # `body` is bytes: parsing bytes takes a quarter of the time of parsing a bytearray.
+        value = from_json(body)
         await turns.give()
         _check_number(value, request.app.state.config)
         # Tools are checked here, with a message of their own. The message for unknown fields says to compare the

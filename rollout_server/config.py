@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shared.images import ImageRules
 
 _IMAGE_CACHE_BYTES = 256 << 20  # max memory for fetched images
-Folder = Annotated[Path, Field(strict=False)]  # not strict: a path is given as a string
+Folder = Annotated[Path, Field(strict=False)]  # pydantic's strict mode would refuse a path that is given as a string
 
 # Arguments of vLLM that `engine_args` may not set: another key sets them, or the server does.
 RESERVED_ENGINE_ARGS = frozenset(

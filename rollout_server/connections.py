@@ -126,7 +126,8 @@ class Connection(HttpToolsProtocol):
         self._await_caller(HEADER_S)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._headers_ended:  # trailers, which follow the body, are ignored
+        # Headers that follow the body (trailers) are ignored, because nothing here needs them.
+        if not self._headers_ended:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -146,9 +147,11 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.response_complete:  # no other request is waiting
+        # With pipelining, the caller may have sent its next request already. Then the connection is not idle.
+        if self.cycle.response_complete:
             self._waiting.add(self)
-            if self._in_message:  # the request was refused before its whole body came
+            # The request was refused before its whole body came, and the caller may never send the rest.
+            if self._in_message:
                 self._await_caller(guards.BODY_S)
 
     def pause_writing(self) -> None:

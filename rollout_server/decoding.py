@@ -44,7 +44,8 @@ DECODE_S = 20.0  # longest decoding of one request's images
 _HEAD = struct.Struct("<cQ")  # begins a message: its kind (see below), and the number of bytes that follow
 _LOOK, _DECODE, _ERROR = b"l", b"d", b"e"
 _NUMBERS = struct.Struct("<QQ")
-_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG")  # passed on, because Python may not start without them
+# environment variables that are passed on, because Python may not start without them
+_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG")
 _CHUNK_BYTES = 1 << 20
 _BYTES_PER_PIXEL = 24  # max memory per pixel of an image, with all copies made by decoding, rotating and converting
 _OTHER_BYTES = 1 << 30
@@ -64,7 +65,8 @@ class PixelShare:
         share is closed."""
         self._budget.take(num_pixels, self.closed)
         self._num_pixels += num_pixels
-        if self.closed.is_set():  # closed during the wait
+        # If the share was closed during the wait, nobody would give these pixels back.
+        if self.closed.is_set():
             self.close()
 
     def close(self) -> None:

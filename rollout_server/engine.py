@@ -5,7 +5,7 @@ In: requests, decoding settings, calls to the workers. Out: generations, log-pro
 error of the project's tree. Everything runs on one event loop. On CPU the engine needs the environment variables that
 `__main__` sets.
 
-Invariants: a cancelled call aborts its requests; once the engine is dead every call raises; all scores of one reply
+Invariants: a cancelled call aborts its requests. Once the engine is dead, every call raises. All scores of one reply
 come from one version of the weights, if the caller is inside the gate (`gate.py`), which keeps weight updates out.
 """
 
@@ -159,7 +159,8 @@ class VllmEngine:
         check_folder(self._path, key="model", allow_untested=config.allow_untested_family)
         self._renderer = Renderer(self._path, config)
         self._llm: AsyncLLM = _start(_engine_args(self._path, config), config)
-        self._processes = descendants(os.getpid())  # without image decoders, which start later
+        # The list lacks the image decoders, which start later: their CPU time says nothing about the engine.
+        self._processes = descendants(os.getpid())
         model_config = self._llm.model_config
         self.dtype = str(model_config.dtype).removeprefix("torch.")
         self.architecture = signature(model_config.hf_config.to_dict())
@@ -189,7 +190,8 @@ class VllmEngine:
     async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> list[Generation]:
         """Return `config.n` responses, the first one seeded with `seed`. Raises MediaError, RequestError,
         PromptTooLongError, ServerError, NotFiniteError."""
-        num_new = config.max_tokens or 1  # null: as many tokens as fit, and at least one must fit
+        # `max_tokens` null asks for as many tokens as fit, and at least one must fit.
+        num_new = config.max_tokens or 1
         seeds = [None if seed is None else offset_seed(seed, j) for j in range(config.n)]
         async with self._rendered(request) as prompt:
             self._check_length(len(prompt.token_ids), _MAX_TOKENS, num_new)
@@ -324,7 +326,8 @@ class VllmEngine:
         # Requests reach the engine one by one. Without the pause, the first would run in an engine step of its own.
         sent, send = asyncio.Event(), core.add_request_async
 
-        async def counted(request: object) -> None:  # counted here, because `AsyncLLM` does not report what it has sent
+        # Requests are counted here, because `AsyncLLM` does not report what it has sent.
+        async def counted(request: object) -> None:
             nonlocal left
             await send(request)
             left -= 1
@@ -348,12 +351,14 @@ class VllmEngine:
         holding = asyncio.ensure_future(core.pause_scheduler_async("keep", False))
         going_on = asyncio.create_task(go_on())
         try:
-            await asyncio.sleep(0)  # the pause must be sent before any request, and its task begins only now
+            # The pause must be sent before any request, and its task begins only when this coroutine waits.
+            await asyncio.sleep(0)
             yield
         finally:
             core.add_request_async = send
             sent.set()
-            await asyncio.shield(going_on)  # wait even if this call is cancelled: a paused engine answers nothing
+            # The wait goes on even if this call is cancelled, because a paused engine answers nothing.
+            await asyncio.shield(going_on)
 
     def serve_adapter(self, name: str | None) -> None:
         """From now on, answer requests with the adapter that the workers hold; None: without an adapter."""
@@ -409,7 +414,8 @@ class VllmEngine:
         try:
             yield
         except (EngineDeadError, EngineGenerateError) as error:
-            if not self.dead and isinstance(error.__cause__, ValueError):  # this is how vLLM refuses a wrong request
+            # vLLM refuses a wrong request in this way.
+            if not self.dead and isinstance(error.__cause__, ValueError):
                 raise RequestError("the engine refuses the request", found=str(error.__cause__)[:500]) from error
             raise ServerError(
                 "the engine died" if self.dead else "the engine failed on this request",

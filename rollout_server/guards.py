@@ -138,7 +138,9 @@ class BodyLimit:
 
         async def limited() -> Message:
             nonlocal num_bytes, num_values, complete
-            if complete:  # after the whole body, only a message that the client hung up can follow
+            # After the whole body, only a message that the client hung up can follow, and waiting for it has no
+            # deadline.
+            if complete:
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):

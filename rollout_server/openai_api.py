@@ -173,7 +173,8 @@ class OpenAILayer:
             raise RequestError("vLLM refuses the request", found=str(error.message)[:500]).as_status(int(error.code))
         if isinstance(answer, AsyncGenerator):
             return _checked(answer, watch)
-        answer.ver = ver  # vLLM's class of replies accepts extra fields
+        # vLLM's class of replies accepts fields that it does not define.
+        answer.ver = ver
         for choice in answer.choices:
             choice.weight_versions = watch.versions(choice.index)
         return _json(answer)
@@ -358,7 +359,8 @@ class _Client:
                 except (NotFiniteError, _GivenBackError) as error:
                     watch.faults.append(error)
                     raise
-                for completion in output.outputs:  # in a stream, each output has only its new tokens
+                # In a stream each output has only its new tokens, so the numbers are added up.
+                for completion in output.outputs:
                     watch.num_tokens[first + completion.index] += len(completion.token_ids)
                 yield output
 

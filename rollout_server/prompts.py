@@ -34,7 +34,7 @@ class Renderer:
         self.tokenizer: PreTrainedTokenizerBase = self._processor if is_tokenizer else self._processor.tokenizer
         self._takes_images = not is_tokenizer
         self._longest_token = max(map(len, self.tokenizer.get_vocab()))
-        self.max_model_len: int | None = None  # set once the engine knows it
+        self.max_model_len: int | None = None  # the model's context length; set once the engine knows it
         renders = (self._processor.apply_chat_template, self.tokenizer.apply_chat_template)
         self._template_arguments = {name for method in renders for name in inspect.signature(method).parameters}
         self.pixels = limit_pixels(
@@ -60,7 +60,7 @@ class Renderer:
             text = self._processor.apply_chat_template(
                 turns, add_generation_prompt=True, tokenize=False, **request.chat_template_kwargs
             )
-        except Exception as error:  # templates can raise anything
+        except Exception as error:  # a chat template is code of the checkpoint, and can raise anything
             raise RequestError(
                 "the model's chat template refuses the messages",
                 found=f"{type(error).__name__}: {error}",

@@ -211,7 +211,7 @@ class RolloutService:
         wait."""
         self.check_alive()
         if self.gate.state == "poisoned":
-            self.gate.try_enter()  # raises, with the reason
+            self.gate.try_enter()  # raises ServerPoisonedError, with the reason
         if self.gate.state != "serving":
             raise ServerBusyError("a weight update is under way", found=self.gate.state, wanted="serving")
 
@@ -270,7 +270,8 @@ class RolloutService:
         choices = (
             self._choice(index, one, infos.ver).model_dump_json().encode() for index, one in enumerate(generations)
         )
-        before, _, after = whole.partition(b'"choices":[]')  # no string can match: its quotes are escaped
+        # No string in the JSON can match this text, because its quotes would be escaped.
+        before, _, after = whole.partition(b'"choices":[]')
         return before + b'"choices":[' + b",".join(choices) + b"]" + after
 
     def _without_choices(self, generations: Sequence[Generation], infos: RolloutInfos) -> RolloutOutput:

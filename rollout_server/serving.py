@@ -69,7 +69,7 @@ async def serve(
             create_app(RolloutService(engine, config, server_id), token),
             http=functools.partial(Connection, Waiting(config)),  # type: ignore[arg-type]
             ws="none",
-            log_level="error",  # uvicorn's warnings are about callers' mistakes
+            log_level="error",  # uvicorn's warnings are about mistakes of callers
             access_log=False,
             backlog=ACCEPTED_AT_ONCE,
             timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),

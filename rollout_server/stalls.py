@@ -3,8 +3,8 @@
 In: a ping (a call that a living engine answers soon), and the CPU time of the engine's processes. Out: a ServerError
 (503) for all calls that wait for the engine.
 
-Invariants: at most one ping is unanswered, and a ping is never cancelled; an engine whose processes use CPU time gets
-BUSY_TURNS times as long for its answer; the stall ends with the ping's answer.
+Invariants: at most one ping is unanswered, and a ping is never cancelled. An engine whose processes use CPU time gets
+BUSY_TURNS times as long for its answer. The stall ends with the ping's answer.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class StallWatch:
                     limit.reschedule(asyncio.get_running_loop().time())
                 # The ping is never cancelled (see `VllmEngine._call_workers`): its answer ends the stall.
                 await asyncio.wait({asking})
-            asking.exception()  # a dead engine is reported elsewhere, not by the watch
+            # Reading the exception marks it as handled. A dead engine is reported elsewhere, not by this watch.
+            asking.exception()
             self._stalled = False
             await asyncio.sleep(0.25 * self._stall_s)
 

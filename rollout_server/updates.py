@@ -209,7 +209,8 @@ class WeightUpdates:
 
     def _check_ranks(self, call: InitCommunicatorCall) -> None:
         num_workers = self._config.world_size
-        if call.first_rank + num_workers > call.world_size - 1:  # the last rank is the learner's
+        # The last rank of the group is the learner's.
+        if call.first_rank + num_workers > call.world_size - 1:
             raise CommunicatorError(
                 "the group has no ranks for all workers of this server",
                 found=f"first rank {call.first_rank} of {call.world_size}; the last rank is the learner's",

@@ -61,7 +61,7 @@ def _answering(
             reply = method(self, *args, **kwargs)
         except ProjectError as error:
             reply = WorkerReply(error=ErrorBody.of(error))
-        except Exception as error:  # vLLM's loaders raise any type; the caller must learn that the weights are wrong
+        except Exception as error:  # loaders of vLLM raise any type, and the caller must learn that weights are wrong
             found = f"{type(error).__name__}: {str(error)[:500]}"
             reply = WorkerReply(error=ErrorBody.of(SyncError("loading weights failed", found=found)))
         return reply.model_dump_json()
@@ -212,7 +212,8 @@ class Receiving:
         """
         until = time.monotonic() + slice_s
         if not self._opened:
-            self._load.open()  # takes time, in which the first buckets arrive
+            # Opening takes time, in which the first buckets arrive.
+            self._load.open()
             self._opened = True
         while self._incoming:
             buffer, operation = self._incoming[0]

@@ -81,7 +81,8 @@ def _checked(
     """Return the gap of each token. Raises CanaryError."""
     gaps = {(i, j): abs(logprob - learner[i][j]) for (i, j), logprob in served.items()}
     mean = math.fsum(gaps.values()) / max(1, len(gaps))
-    if not mean <= tolerance:  # also true if the mean is NaN
+    # `not <=` instead of `>`: the condition must also hold if the mean is NaN.
+    if not mean <= tolerance:
         i, j = max(gaps, key=lambda place: math.inf if math.isnan(gaps[place]) else gaps[place])
         raise CanaryError(
             what,

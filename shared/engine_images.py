@@ -124,7 +124,8 @@ class EngineImages:
         info = self.renderer.get_mm_processor().info
         asked: Any = prompt.for_engine().get("mm_processor_kwargs", {})
         overrides = dict(info.ctx.get_merged_mm_kwargs(asked))
-        if self._dtype == LEVELS:  # vLLM then scales and normalizes on the device
+        # The engine's processor gives levels if vLLM scales and normalizes on the device.
+        if self._dtype == LEVELS:
             overrides |= {"do_rescale": True, "do_normalize": True}
         # With the same arguments as the model's code, vLLM returns its cached processor. Otherwise vLLM reads the files
         # again and copies the tokenizer several times: 4 s for a vocabulary of 152,000.

@@ -74,7 +74,8 @@ class Fetcher:
             check_bytes(len(data), source, self.rules)
         if line.hung_up:
             raise TimeoutError(f"{len(data)} bytes so far")
-        if response.length:  # http.client says nothing when a body ends too soon
+        # http.client raises nothing when a body ends too soon.
+        if response.length:
             raise ConnectionError(f"the connection ended after {len(data)} of {len(data) + response.length} bytes")
         return bytes(data)
 
@@ -151,7 +152,8 @@ class _Line:
             self._release()
             # The socket is duplicated, because TLS takes the descriptor away from the socket that it wraps.
             self._link = link.dup()
-        if self.hung_up:  # the deadline passed while connecting
+        # If the deadline has passed while connecting, the watching thread did not see this connection.
+        if self.hung_up:
             link.close()
             raise TimeoutError("connecting took the time")
         return link

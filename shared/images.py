@@ -93,7 +93,8 @@ class Images:
         elif way != "base64" or not self._from_base64(source):
             file, path = self._file(source, folder)
             file.close()
-            if not is_utf8(str(path)):  # neither a request nor a file of results could hold the name
+            # Neither a request nor a file of results could hold a name that is not UTF-8.
+            if not is_utf8(str(path)):
                 raise media_error(source, "a name that is not UTF-8", "a name in UTF-8", "rename the file or folder")
             return str(path)
         return source
@@ -349,7 +350,8 @@ def _upright_size(image: Image.Image, file: IO[bytes]) -> tuple[int, int]:
         # The orientation is not read here: Pillow would decode the whole image to look for an EXIF chunk.
         return image.size
     turned = 5 <= _orientation(image) <= 8
-    if turned and image.format == "TIFF":  # versions of Pillow give different sizes before the image is loaded
+    # Versions of Pillow give different sizes of a turned TIFF before the image is loaded.
+    if turned and image.format == "TIFF":
         image.load()
         return image.size
     return (image.height, image.width) if turned else image.size

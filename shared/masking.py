@@ -79,7 +79,8 @@ def bare_url(url: str) -> str:
     if "@" in authority:
         authority = authority.rpartition("@")[2]
     elif ":" in authority and not re.fullmatch(r"(\[[^\[\]]*\]|[^:]*):[0-9]*", authority):
-        return f"{scheme}{separator}..."  # the port is no number: the text may be a password that holds a slash
+        # The port is no number, so the text may be a password that holds a slash.
+        return f"{scheme}{separator}..."
     return f"{scheme}{separator}{authority}{slash}{path}{'' if shown == url else '?...'}"
 
 

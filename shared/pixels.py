@@ -89,7 +89,8 @@ class ImageProcessing:
 
         channels = len(self.scale)
         scale, shift = (torch.tensor(values, dtype=torch.float64)[:, None] for values in (self.scale, self.shift))
-        times, plus = (1 / scale).float(), (0.5 - shift / scale).float()  # 0.5, because the cast to uint8 rounds down
+        # 0.5 is added, because the cast to uint8 rounds down.
+        times, plus = (1 / scale).float(), (0.5 - shift / scale).float()
         for rows in pixel_values.split(_ROWS):
             if dtype == LEVELS:
                 yield (rows.view(len(rows), channels, -1) * times).add_(plus).clamp_(0, 255).to(torch.uint8)
@@ -104,7 +105,8 @@ def seen_image(parts: Iterable[torch.Tensor], *, size: int, grid: Iterable[int])
 
     digest, values, begin = hashlib.sha256(), list[float](), 0
     number = torch.arange(min(NUM_VALUES, size))
-    places = number * size // max(1, len(number))  # one value from each of equally long spans
+    # One value is taken from each of equally long spans.
+    places = number * size // max(1, len(number))
     places += number * _STRIDE % max(1, size // max(1, len(number)))
     for part in parts:
         flat = part.contiguous().reshape(-1)

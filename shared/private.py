@@ -76,7 +76,8 @@ def locked_folder(prefix: str, around: Path, *, leave: Callable[[Path], bool] = 
                 shutil.rmtree(lock.parent, ignore_errors=True)
             os.close(handle)
     folder = tempfile.mkdtemp(prefix=prefix, dir=around)
-    while _lock(Path(folder, LOCK), new=True) is None:  # locked by a process that started at the same moment
+    # Another process that started at the same moment may have locked, and will remove, the new folder.
+    while _lock(Path(folder, LOCK), new=True) is None:
         folder = tempfile.mkdtemp(prefix=prefix, dir=around)
     atexit.register(_remove_own, folder, os.getpid())
     return folder

@@ -40,7 +40,8 @@ def end_with_parent(signum: signal.Signals, parent_pid: int | None = None) -> No
     The signal also comes if only the parent's *thread* that started this process ends, so use a thread that lives on.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
-    if parent_pid is not None and os.getppid() != parent_pid:  # the parent ended before the request
+    # If the parent ended before the request, no signal will come.
+    if parent_pid is not None and os.getppid() != parent_pid:
         os.kill(os.getpid(), signum)
 
 

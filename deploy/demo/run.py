@@ -94,7 +94,8 @@ def _tell(phases: dict[str, float], started: float) -> int:
 
     from deploy.demo.summary import draw_before_and_after, show, summarize
 
-    torch.set_num_threads(1)  # for the three scenes of the pictures, two threads are slower than one
+    # The pictures show only three scenes, for which two threads are slower than one.
+    torch.set_num_threads(1)
     with timed(phases, "pictures"):
         pictures = draw_before_and_after(MODEL, OUT / "ours", OUT / "pictures")
     phases["total"] = time.monotonic() - started
@@ -118,7 +119,8 @@ def _write_configs() -> dict[str, Path]:
         say("this processor has no AVX-512, and computes bfloat16 slowly: float32 in both programs")
         learner["training"], server["dtype"] = {"bf16": False}, "float32"
     paths = {}
-    for name in ("data", "val"):  # the server checks that its image roots exist
+    # The server checks that its image roots exist, so the folders are made before the data.
+    for name in ("data", "val"):
         (OUT / name).mkdir(parents=True, exist_ok=True)
     for name in ("server", "ours", "sft"):
         paths[name] = OUT / f"{name}.yaml"

@@ -4,8 +4,8 @@ In: a split's digits (scikit-learn's `load_digits`: 8x8 grey scans of handwritin
 few digits side by side ("demo"), or many overlapping digits among shapes that are no digits ("hard"). Out: a `Scene`:
 pixels and objects.
 
-Invariants: the same generator state and style give the same scene; train, val and test never share a digit image,
-whatever the seed; a box is tight around the digit as drawn, lies inside the canvas, and overlaps other boxes by at most
+Invariants: the same generator state and style give the same scene. Train, val and test never share a digit image,
+whatever the seed. A box is tight around the digit as drawn, lies inside the canvas, and overlaps other boxes by at most
 the style's `max_iou`.
 """
 

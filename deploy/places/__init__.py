@@ -1,7 +1,7 @@
 """One launch file, several places: `rollout-launch --config launch.yaml --to PLACE --out DIR` (R46).
 
-A place is a module with three functions: `mistakes(plan, out)` yields what the place cannot do; `files(plan, out)`
-returns the texts of the place's files, by file name; `submit(plan, out)` says how to start them. The three functions
+A place is a module with three functions. `mistakes(plan, out)` yields what the place cannot do. `files(plan, out)`
+returns the texts of the place's files, by file name. `submit(plan, out)` says how to start them. The three functions
 read only the `Plan`, which is made from the launch file. `python -m tools.docs` writes the files under deploy/slurm,
 deploy/kubernetes, deploy/skypilot and deploy/compose from `EXAMPLES`, and a test compares them with `EXAMPLES`.
 """

@@ -194,7 +194,8 @@ def paths_in(
         for inner, value in values.items():
             inner = f"{key}.{inner}".lstrip(".")
             yield from paths_in(value, file, of_server=of_server, key=inner, annotations=annotations)
-    elif isinstance(values, list) and name != "discovery":  # the value of `discovery` is a command and holds no path
+    # The value of `discovery` is a command, so it holds no path.
+    elif isinstance(values, list) and name != "discovery":
         for i, value in enumerate(values):
             yield from paths_in(value, file, of_server=of_server, key=f"{key}[{i}]", annotations=annotations)
     elif isinstance(values, str) and name in READ | WRITTEN and values != "latest":

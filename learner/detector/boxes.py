@@ -62,7 +62,8 @@ def in_pixels(obj: DetectionObject, tile: Tile) -> tuple[tuple[float, float, flo
 def merge(parts: Sequence[tuple[Tile, Sequence[ScoredBox]]], width: int, height: int) -> list[ScoredBox]:
     """Return the boxes of all tiles, each object once, best first."""
     found = [(box, is_cut(box, tile, width, height)) for tile, boxes in parts for box in boxes]
-    found.sort(key=lambda entry: (entry[1], -entry[0].score))  # boxes that no tile cuts go first
+    # Boxes that no tile cuts go first, because they show their objects whole.
+    found.sort(key=lambda entry: (entry[1], -entry[0].score))
     kept: list[ScoredBox] = []
     for box, cut in found:
         same = [other.box for other in kept if other.name == box.name]

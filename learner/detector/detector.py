@@ -175,7 +175,8 @@ class Detector:
                 sources = [self._sent(image.source), *(_png(picture.crop(tile)) for tile in tiles[1:])]
                 named = zip(sources, tiles, strict=True)
                 samples = [self._sample(str(image.id), source, tile) for source, tile in named]
-            self.answers.encoder.num_tokens(samples[0])  # raises if the model cannot take the shape of the image
+            # `num_tokens` raises an error if the model cannot take the shape of the image.
+            self.answers.encoder.num_tokens(samples[0])
         except MediaError as error:
             return error
         except DataError as error:  # the sample that the image became is wrong
@@ -247,7 +248,8 @@ class Detector:
         """Return the boxes of one tile, best first. `number`: if the sample has several images, the number of the image
         whose boxes are returned."""
         parsed = [self.task.parse(answer) for answer in answers]
-        if self._first is not None:  # a model that this project did not train
+        # The model was not trained by this project, so its answer has another form.
+        if self._first is not None:
             size = tile.right - tile.left, tile.bottom - tile.top
             found = [ScoredObject(obj, score, None) for obj, score in self._first.objects(answers[0], size)]
             own = tuple(PredictedObject(one.object, range(0)) for one in found)

@@ -52,7 +52,8 @@ class DrawnPicture:
 def color_of(name: str, classes: Sequence[str]) -> tuple[int, int, int]:
     """Return the color of a class: bright, and far from the others' colors."""
     place = classes.index(name) if name in classes else len(classes)
-    lightness = 0.6 if place // 5 % 2 == 0 else 0.4  # close hues differ in lightness
+    # With many classes hues come close to each other, so lightness changes after every five classes.
+    lightness = 0.6 if place // 5 % 2 == 0 else 0.4
     red, green, blue = colorsys.hls_to_rgb((0.58 + place * _GOLDEN) % 1.0, lightness, 0.9)
     return round(255 * red), round(255 * green), round(255 * blue)
 
@@ -72,8 +73,10 @@ def draw(picture: Image.Image, boxes: Sequence[ScoredBox], classes: Sequence[str
     drawn = picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
     canvas = ImageDraw.Draw(drawn)
     line = max(1, round(max(size) / 350))
-    font = ImageFont.load_default(max(9, round(max(size) / 45)))  # the page shows pictures at about half their size
-    for box in sorted(boxes, key=lambda one: one.score):  # the best box on top
+    # The page shows pictures at about half their size, so the letters are large.
+    font = ImageFont.load_default(max(9, round(max(size) / 45)))
+    # The best box is drawn last, on top of the others.
+    for box in sorted(boxes, key=lambda one: one.score):
         _draw_box(canvas, box, scale, color_of(box.name, classes), line, font)
     return drawn
 

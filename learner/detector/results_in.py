@@ -2,8 +2,8 @@
 
 A result names its image by the annotation file's id, or by the file's name with or without its ending (as Ultralytics
 writes it). A `file_name`, which results of `predict` have, is tried first. A result names its class by the annotation
-file's category id; by `category` or `category_name`; or, if the annotations have no ids, by the class's place in the
-names, from 0 or from 1. YOLO's names have the order of data.yaml; other names are sorted.
+file's category id, or by `category` or `category_name`. If the annotations have no ids, the number is the class's place
+in the names, from 0 or from 1. YOLO's names have the order of data.yaml; other names are sorted.
 
 The annotated objects help to find mistakes. If the boxes lie on the objects only in another unit, the results are
 refused. If most boxes on an object have another name than the object, a warning says which numbering or names would
@@ -289,7 +289,8 @@ class _Naming:
         way, *others = self.numbered
         has_numbers = any(row.result.name is None for row in self.rows)
         if has_numbers:
-            if not way.startswith("the annotations'"):  # only a guess: the objects may fit another numbering better
+            # Without ids the numbering is only a guess: the objects may fit another one better.
+            if not way.startswith("the annotations'"):
                 way = max(self.numbered, key=lambda one: (self._on(self._named(one)), one == way))
             notes.append(f"its category_id are {way}")
         named = self._named(way)

@@ -144,7 +144,7 @@ def _names_of_model(config: RunConfig) -> list[Mistake]:
     this machine."""
     if not any((Path(config.model.path) / name).is_file() for name in ("config.json", "adapter_config.json")):
         return []
-    from learner.doctor.names import names_that_are_wrong  # imported here: it builds the model
+    from learner.doctor.names import names_that_are_wrong  # imported here, because it loads torch and builds the model
 
     return names_that_are_wrong(config.model)
 
@@ -152,7 +152,8 @@ def _names_of_model(config: RunConfig) -> list[Mistake]:
 def _samples(config: RunConfig, plan: Plan, drawing: DrawRequest | None) -> dict[str, Any]:
     """Return how many samples each split has, how many records are dropped or clipped, how long the run is, and what
     was drawn. Raises ConfigErrors."""
-    from learner.data.check import check_retained, check_split, splits  # imported here: not needed to check keys
+    # imported here, because a check of keys alone does not need it
+    from learner.data.check import check_retained, check_split, splits
     from learner.doctor.data_report import length_report, look_at_data
 
     checked = {split: check_split(config, split, path) for split, path in splits(config).items()}
@@ -229,7 +230,8 @@ def check_machine(
     from learner.doctor import machine, server_checks
     from learner.doctor.data_report import in_words
 
-    logging.disable(logging.WARNING)  # only findings are printed, not what libraries log.
+    # Only findings are printed, not what libraries log.
+    logging.disable(logging.WARNING)
     # Mistakes in files and data do not hide what is wrong with the machine.
     found = preflight(path, world_size, environment, read_data=True, build_model=True, overrides=overrides)
     situation = _situation(found, environment, devices)

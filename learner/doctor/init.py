@@ -144,7 +144,8 @@ def _data_in(folder: Path, image_root: Path | None) -> DataConfig:
     else:
         layout = splits_in(folder)
         if "train" not in layout and "" not in layout:
-            locate(DataConfig(train=str(folder)), str(folder), "train")  # raises DataError, which says what is missing
+            # `locate` raises a DataError that says what is missing.
+            locate(DataConfig(train=str(folder)), str(folder), "train")
         paths = {split: f"{folder}:{split}" for split in layout if split}
     if "train" not in paths:
         paths = {"train": str(folder)}
@@ -277,7 +278,8 @@ def machine_at_hand() -> Machine:
 
 def _images_folder(found: dict[str, Split]) -> str:
     images = [image for split in found.values() for sample in split.samples for image in sample.images]
-    local = [str(path.parent) for image in images if is_file(path := Path(image))]  # base64 may look like a path
+    # An image string may also be base64, which may look like a path.
+    local = [str(path.parent) for image in images if is_file(path := Path(image))]
     return os.path.commonpath(local) if local else "."
 
 
@@ -306,7 +308,8 @@ def _data_lines(data: DataConfig, prompt: str) -> str:
     keys = ("val", "test", "image_root")
     lines = [f"  {key}: {_quoted(path)}\n" for key in keys if (path := getattr(data, key))]
     paths = [path for path in (data.train, data.val, data.test) if isinstance(path, str)]
-    if all(annotations_of(data, path).format != "jsonl" for path in paths):  # JSONL rows have their own prompts
+    # Rows of JSONL have their own prompts, so they need no `prompt`.
+    if all(annotations_of(data, path).format != "jsonl" for path in paths):
         lines.append(f"  prompt: {prompt}\n")
     return "".join(lines)
 

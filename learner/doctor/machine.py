@@ -133,7 +133,8 @@ def devices(situation: Situation) -> Finding:
         return skipped("the file of a launch names them: rollout-launch --config launch.yaml --check")
     num_gpus = torch.cuda.device_count()
     missing = [str(device) for device in situation.devices if device >= num_gpus]
-    if missing and "CUDA_VISIBLE_DEVICES" not in situation.environment:  # this variable renumbers devices
+    # CUDA_VISIBLE_DEVICES renumbers devices, so the file's numbers cannot be compared.
+    if missing and "CUDA_VISIBLE_DEVICES" not in situation.environment:
         text = f"launch.yaml names device {', '.join(missing)}, and this machine has {num_gpus} GPUs"
         return warn(text, "correct devices, use the machine that has them, or one GPU for both (vllm.mode: colocate)")
     return ok(f"{len(situation.devices)} devices" if situation.devices else "no devices named: everything on CPU")

@@ -54,7 +54,8 @@ def _without_weights(path: str) -> PreTrainedModel:
 def _attach(model: PreTrainedModel, config: ModelConfig) -> None:
     if config.lora is not None:
         lora.attach_adapter(model, config)
-    elif lora.base_model_path(config) is not None:  # the model is an adapter; its weights are not read either
+    # The model is itself an adapter. A new adapter with the same settings stands for it, so its weights are not read.
+    elif lora.base_model_path(config) is not None:
         adapter = peft.PeftConfig.from_pretrained(config.path)
         adapter.inference_mode = False
         peft.get_peft_model(model, adapter)

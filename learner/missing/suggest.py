@@ -127,7 +127,8 @@ def suggest(
         answered = zip(samples, parts, answers.each(line), strict=True)
         for number, (sample, (_, *sides), said) in enumerate(answered, start=1):
             parsed, *others = ([task.parse(rollout) for rollout in rollouts] for rollouts in said)
-            drawn = [[one.object for one in answer.objects] for answer in parsed[1:]]  # answer 0, greedy, has no vote
+            # Answer 0 is greedy and has no vote: it is no random draw.
+            drawn = [[one.object for one in answer.objects] for answer in parsed[1:]]
             left = iter(others)
             for side in sides:  # If a photograph is no larger than a tile, its own answers count again.
                 drawn += by_tiles(sample, [(tile, next(left)) for tile in side]) or drawn[: asked.samples]
@@ -138,7 +139,8 @@ def suggest(
                 tell(f"{number} of {len(samples)} images")
     known, judged = estimate_gaps(samples, agreed, crops, asked.samples * (1 + len(tiles)))
     tell(known.in_words(known.free_right()).removeprefix("; ") or known.why)
-    own = judged if known.source != "votes" else agreed  # probabilities from votes add nothing to `agreement`
+    # Probabilities that were estimated from votes say no more than `agreement`.
+    own = judged if known.source != "votes" else agreed
     found = [one for parts in zip(samples, own, scores, strict=True) for one in of_sample(*parts)]
     found.sort(key=lambda one: (-one.rank, -one.agreement, one.sample_id, one.box))
     told = {"data": data.model_dump(mode="json"), "key": _key_of(model, data.train)}

@@ -96,7 +96,8 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def use_segment_attention(model: PreTrainedModel) -> None:
     """Make every attention layer of `model` use `segment_attention`."""
     AttentionInterface.register(SEGMENT_ATTENTION, segment_attention)
-    model.config._attn_implementation = SEGMENT_ATTENTION  # the setter also sets text and vision configs
+    # The setter of `_attn_implementation` also sets the text and vision configurations.
+    model.config._attn_implementation = SEGMENT_ATTENTION
 
 
 def segment_attention(
@@ -133,7 +134,8 @@ def segment_attention(
         where, cu_seqlens, max_length = segments, segments.cu_seqlens, segments.max_length
         cu_keys = segments.cu_keys
     _refuse_variants(kwargs, max_length)
-    if torch.is_autocast_enabled(query.device.type):  # layers that normalise queries and keys make them float32
+    # Layers that normalise queries and keys make them float32, which the varlen kernel does not take.
+    if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -276,7 +278,9 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, cau
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, is_causal=is_causal, enable_gqa=grouped)
     if grouped:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    with torch.autocast(q.device.type, enabled=False):  # a bf16 softmax computes in float32 inside its kernel
+    # Autocast is off, because it would turn the softmax into float32. A bf16 softmax computes in float32 inside its
+    # kernel.
+    with torch.autocast(q.device.type, enabled=False):
         scores = (q * scale) @ k.transpose(2, 3)  # [S, H, L, L]
         if causal:
             if later is None:

@@ -227,7 +227,8 @@ class Policy:
             # the gradients of earlier rows.
             check_finite(loss_sum, [s.sample_id for s in row.segments])
             with collective_errors() if self.is_sharded else nullcontext():
-                loss.backward()  # the host does not wait for the device, and packs the next row meanwhile
+                # The host does not wait for the device here, and packs the next row meanwhile.
+                loss.backward()
         return RowLoss(
             loss_sum=loss_sum,
             weight_sum=inputs.weight_sum,
@@ -240,7 +241,8 @@ class Policy:
         `weight_sum`: sum of the step's loss weights over all ranks. Call this once per step, on every rank."""
         now = [name for name, p in self.model.named_parameters() if p.requires_grad]
         assert now == [name for name, _ in self._trainable], "something changed which parameters are trained"
-        summed_by = Ranks() if self.is_sharded else ranks  # the backward passes of a sharded model sum over ranks
+        # The backward passes of a sharded model have already summed gradients over ranks.
+        summed_by = Ranks() if self.is_sharded else ranks
         reduce_gradients([p for _, p in self.trainable], summed_by, weight_sum=weight_sum)
 
     def broadcast(self, ranks: Ranks) -> None:
@@ -345,7 +347,8 @@ def load_policy(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sharded = shard(model, shard_over) if shard_over else None
     if sharded is None:
-        model.to(device)  # moves the adapters, too
+        # `to` moves the adapters too, because they are modules inside the model.
+        model.to(device)
     encoder = PromptEncoder.load(
         base_path, rules=image_rules, min_pixels=config.min_pixels, max_pixels=config.max_pixels
     )

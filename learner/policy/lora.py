@@ -55,7 +55,8 @@ def attach_adapter(model: PreTrainedModel, config: ModelConfig) -> peft.PeftMode
     Raises ConfigError if no layer has a name in `target_modules`, or if the adapter is on tied weights.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # such a model is refused below
+        # peft only warns about an adapter on tied weights. `require_untied` below refuses it.
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
         if base_model_path(config) is not None:
             adapter = peft.PeftModel.from_pretrained(model, config.path, is_trainable=True)
         else:

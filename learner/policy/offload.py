@@ -51,7 +51,8 @@ class HostMemory:
         begin = self._used[index]
         content = self._blocks[index][begin : begin + tensor.nbytes]
         self._used[index] += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        strides = torch.empty_like(tensor, device="meta").stride()  # without gaps, even if `tensor` has gaps
+        # The strides of an empty tensor have no gaps, even if `tensor` has gaps.
+        strides = torch.empty_like(tensor, device="meta").stride()
         return content.view(tensor.dtype).as_strided(tensor.shape, strides)
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
@@ -97,7 +98,8 @@ class Offload:
             tensor.data = place
         try:
             if tensors and self._device.type == "cuda":
-                torch.cuda.empty_cache()  # vLLM allocates its memory directly, not from torch's cache
+                # The cache is emptied, because vLLM allocates its memory directly, not from torch's cache.
+                torch.cuda.empty_cache()
             yield
         finally:
             for tensor in tensors:

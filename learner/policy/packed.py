@@ -122,7 +122,8 @@ def _lay_out(
             pieces.append(_Piece(group[0], 0, shared, range(0)))
             at += shared
         for segment in group:
-            before = next(indices) - 1  # the prompt's last token, which predicts the answer's first one
+            # Token i - 1 predicts token i. So the prompt's last token predicts the answer's first token.
+            before = next(indices) - 1
             predict_at.append(np.where(before < shared, prefix.start + before, at + before - shared))
             if len(segment) > shared:
                 pieces.append(_Piece(segment, shared, len(segment), prefix))
@@ -205,7 +206,8 @@ def _image_tokens_as_text(model: PreTrainedModel, inputs: PackedInputs) -> Itera
     # A model puts image features at every image token. A server embeds an image token that the policy wrote like any
     # other token.
     def put_back(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
-        if args[0].shape != written.shape:  # `module(token)` below calls this hook too
+        # `module(token)` below calls this hook too, with one token.
+        if args[0].shape != written.shape:
             return None
         return torch.where(written[..., None], module(token), output)
 

@@ -49,7 +49,8 @@ def cuda_graph(work: Work) -> Work:
     # CUDA cannot capture on its default stream, so the work runs on another stream.
     stream.wait_stream(now)
     with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the device meanwhile
+        # In the mode `thread_local`, other threads may use the device during the capture.
+        graph.capture_begin(capture_error_mode="thread_local")
         try:
             work()
         finally:
@@ -116,7 +117,8 @@ def _no_waits() -> Iterator[None]:
     """Make torch raise RuntimeError for operations in the block that wait for the CUDA device."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that it may not see every wait
+        # torch warns that this mode may not see every wait.
+        warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

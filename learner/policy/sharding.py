@@ -53,7 +53,8 @@ class ShardedForward(torch.nn.Module):
             # include the head, which the learner applies in the loss.
             result: torch.Tensor = self(work)
             if not torch.is_grad_enabled():
-                self.reshard()  # frees the gathered weights; in a pass with gradients, the backward pass does that
+                # `reshard` frees the gathered weights. In a pass with gradients, the backward pass does that.
+                self.reshard()
         return result
 
 
@@ -136,7 +137,8 @@ def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor):
         return tensor
     mesh = like.device_mesh
-    chunks = tensor.chunk(mesh.size())  # with fewer rows than ranks the last ranks get no rows
+    # If there are fewer rows than ranks, the last ranks get no rows.
+    chunks = tensor.chunk(mesh.size())
     own = chunks[mesh.get_local_rank()] if mesh.get_local_rank() < len(chunks) else tensor[:0]
     # The part is copied, because a view would keep the whole tensor in memory.
     return DTensor.from_local(

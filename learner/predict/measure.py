@@ -67,7 +67,8 @@ def predict_gain(
 
     Raises ConfigErrors, ConfigError, DataError, RolloutError, OutputError.
     """
-    logging.disable(logging.WARNING)  # only the results are printed, not what libraries log
+    # Only the results are printed, not what libraries log.
+    logging.disable(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
     config = load_config(config_path, overrides=overrides)
     check_extensions(config)

@@ -115,13 +115,15 @@ def _digits(value: float) -> str:
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Return about `count` + 1 round numbers for the marks of an axis, at equal distances. The first is at most `low`,
     the last at least `high`."""
-    if high - low <= ROUNDING * max(abs(low), abs(high)):  # equal, or different only by rounding of floats
+    # `low` and `high` may be equal, or differ only by rounding of floats. An axis needs a length.
+    if high - low <= ROUNDING * max(abs(low), abs(high)):
         high = low + (abs(low) or 1.0)
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    digits = 12 + max(0, -math.floor(math.log10(step)))  # a loss may be as small as 1e-17
+    # A loss may be as small as 1e-17, so the number of digits depends on the step.
+    digits = 12 + max(0, -math.floor(math.log10(step)))
     return [round(i * step, digits) for i in range(first, last + 1)]
 
 

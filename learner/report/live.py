@@ -93,12 +93,14 @@ class Follower:
         file = self.path / METRICS
         if file.is_file():
             with file.open("rb") as lines:
-                if file.stat().st_size < self._num_read:  # a new run writes into the folder
+                # The file became shorter, so a new run writes into the folder.
+                if file.stat().st_size < self._num_read:
                     self._events, self._num_read = [], 0
                 lines.seek(self._num_read)
                 for line in lines:
                     if not line.endswith(b"\n"):
-                        break  # the learner has not written the whole line yet
+                        # The learner has not written the whole line yet; it is read the next time.
+                        break
                     self._num_read += len(line)
                     self._events += mappings_in([line.decode(errors="replace")])
         return run_of(self.path, self._events, 0, with_scenes=False)

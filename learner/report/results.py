@@ -94,7 +94,8 @@ def verdict(runs: Sequence[Progress]) -> str | None:
         if other.after and other.f1_after and lead:
             text += f" For comparison, {other.run.name} ended at {other.f1_after.value:.3f} after "
             text += f"{other.after.global_step} steps"
-            if _tone(lead):  # the interval of the difference does not include zero
+            # A lead is named only if its interval does not include zero.
+            if _tone(lead):
                 text += f", {abs(lead.value):.3f} {'ahead' if lead.value > 0 else 'behind'}"
             text += "."
     return text

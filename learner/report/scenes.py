@@ -345,7 +345,8 @@ def _opened(image: str, roots: Sequence[Path]) -> Image.Image | None:
         try:
             return images.load(images.resolve(image, root))
         except MediaError:
-            continue  # the image may be in the next folder; if it is in none, the page says so
+            # The image may be in the next folder. If it is in none, the page says so.
+            continue
     return None
 
 

@@ -119,7 +119,8 @@ class _Guard:
         self.app, self.body_bytes = app, body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # no request, but the start or the end of the application
+        # Other types are no requests, but the start and the end of the application.
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         told = Headers(scope=scope).get("content-length", "0")

@@ -194,7 +194,8 @@ def _jsonl(source: Source, added: Added, out: Path) -> str:
     for number, line in enumerate(source.file.read_bytes().decode("utf-8-sig").split("\n"), start=1):
         row = json.loads(line) if line.strip() else None
         if row is None:
-            lines.append(line)  # empty lines are kept: a sample without an id has its line's number as id
+            # Empty lines are kept, because a sample without an id has its line's number as id.
+            lines.append(line)
             continue
         sample_id = str(number) if row.get("id") is None else identity(row["id"])
         row["objects"] += [
@@ -380,7 +381,8 @@ class RunAnnotations:
                 if record["file"] == str(self._out.absolute()):
                     found += record["digests"]
             except (OSError, ValueError, KeyError, TypeError):
-                continue  # without a record, an existing file is not replaced
+                # Without a record, an existing file is not replaced.
+                continue
         return found
 
 

@@ -201,7 +201,8 @@ class CheckpointStore:
                 wanted="the same complete checkpoint on every node",
                 remedy="put training.output_dir on a file system that all nodes share, or copy rank 0's folder",
             )
-        state, config_digest = _read_state(path)  # all files are read before weights or moments change
+        # All files are read before weights or moments change, so a damaged checkpoint changes nothing.
+        state, config_digest = _read_state(path)
         moments, generators = (_read_tensors(path, _place(path, name)) for name in (OPTIMIZER, RNG))
         if config_digest != self.config_digest:
             logger.warning("%s was written under another configuration; going on under the present one", path)

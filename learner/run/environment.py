@@ -104,7 +104,8 @@ def _address_towards(host: str, port: int) -> ipaddress.IPv4Address | ipaddress.
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # for a datagram socket the kernel only chooses the route, and sends nothing
+            # For a datagram socket, `connect` only chooses the route, and sends nothing.
+            probe.connect(target)
             return ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
     except OSError:
         return None

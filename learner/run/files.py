@@ -27,7 +27,8 @@ def write_atomically(path: Path, text: str) -> None:
     with writing(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            work.unlink(missing_ok=True)  # a killed process may have left the file, or another user have made a link
+            # A killed process may have left this file, or another user may have made a link of this name.
+            work.unlink(missing_ok=True)
             with work.open("x", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
@@ -81,7 +82,8 @@ class AppendedLines:
         with writing(path):
             # `FileIO` has no buffer, so a process that is killed loses no line.
             self._file = FileIO(path, "a+", opener=unlinked)
-            if self._ends_within_a_line():  # the process that wrote the last line was killed
+            # The process that wrote the last line may have been killed in the middle of it.
+            if self._ends_within_a_line():
                 self._file.write(b"\n")
 
     def append(self, line: str) -> None:

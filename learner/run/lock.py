@@ -59,10 +59,12 @@ def locked(run_dir: Path) -> Iterator[None]:
         os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         yield
     finally:
-        if handle in _held:  # False in a forked process, which has closed the handle
+        # A forked process has closed the handle, and must not close another file of that number.
+        if handle in _held:
             _held.remove(handle)
             with suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)  # releases the lock even if a forked child has not closed its handle
+                # Unlocking releases the lock even if a forked child has not closed its handle yet.
+                fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 
 

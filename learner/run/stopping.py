@@ -34,7 +34,8 @@ class Stopped(BaseException):
     def __init__(self, signum: int, *, agreed: bool) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.agreed = agreed
-        self.exit_code = 128 + signum  # as in a shell: 130 for SIGINT, 143 for SIGTERM
+        # The exit code is that of a shell: 130 for SIGINT, 143 for SIGTERM.
+        self.exit_code = 128 + signum
 
 
 @contextmanager
@@ -73,7 +74,8 @@ def _forget_in_child() -> None:
     """Undo the handling of `told_before_the_first_step` in a forked child."""
     # A signal to the child would be written to the socket that the parent's thread reads, and would end the parent.
     if signal.getsignal(signal.SIGTERM) is _too_early:
-        with suppress(ValueError):  # only the main thread can set handlers, and another thread may have forked
+        # Only the main thread can set handlers, and another thread may have forked.
+        with suppress(ValueError):
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -34,7 +34,8 @@ def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> i
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.disable(logging.ERROR)  # hides torchrun's own report of a failure; ranks log in their own processes
+    # torchrun's own report of a failure is hidden. Ranks log in their own processes, so their logs stay.
+    logging.disable(logging.ERROR)
     try:
         numbers = ["--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
         # torchrun writes its ranks' error files there. If it is killed, the next start removes the folder.

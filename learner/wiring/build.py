@@ -112,7 +112,8 @@ def train_on(
 def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, stack: ExitStack) -> Trainer:
     """Make every part of a run, and check them against the servers. Parts that must be closed are put on `stack`."""
     log = _open_run_dir(config, plan, ranks, stack)
-    if ranks.is_main:  # printed directly: the console begins when the number of steps is known, minutes later
+    # The line is printed directly, because the console begins when the number of steps is known, minutes later.
+    if ranks.is_main:
         print(f"{Path(config.training.output_dir).name} reading annotations, loading {config.model.path}", flush=True)
     basis = _basis(config, plan, ranks)
     batches, total_steps = make_batches(basis, stack)
@@ -276,7 +277,8 @@ def _rollouts(
     def on_call(record: RolloutCallLog) -> None:
         timeline.call(record)
         log.write("rollout_call", record)
-        if not ranks.is_main:  # other ranks write no metrics; their seeds and chunks are in their logs (R15)
+        # Only rank 0 writes metrics, so the seeds and chunks of other ranks are in their logs (R15).
+        if not ranks.is_main:
             logging.getLogger("learner.rollout").info("%s", record)
 
     backend = connect_backend(config, policy, ranks=ranks, optimizer=optimizer, token=token, on_call=on_call)

@@ -107,7 +107,8 @@ def connect_sync(
         # Servers are checked before the first sync, which would overwrite the weights of a wrong server.
         check_servers(backend, check, ranks=ranks)
         sync_ranks: SyncRanks = ranks
-        if policy.is_sharded:  # gathering the weights for rank 0 is collective
+        # Gathering the weights for rank 0 is collective, so all ranks of a sharded model take part in a sync.
+        if policy.is_sharded:
             sync_ranks = sharded = ShardedRanks(ranks, bucket_bytes=vllm.sync.bucket_bytes)
             weights = ShardedSource(policy, sharded)
             adapter = ShardedAdapter(adapter, sharded) if adapter else None

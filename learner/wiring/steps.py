@@ -127,7 +127,8 @@ def check_packing_buffer(
     training = config.training
     # Only `rollout_matching_sft` carries segments to later rows.
     if config.custom.trainer_variant != "rollout_matching_sft" or not training.packing or config.data.augment:
-        return  # the lengths of augmented samples are not known yet
+        # The lengths of augmented samples are not known before they are made.
+        return
     if plan.per_device_train_batch_size == 1:
         # Each row takes one segment, so no segment is left over.
         return
@@ -224,7 +225,8 @@ def _stage2(basis: Basis, parts: Stage2Parts, *, capacity: int, total_steps: int
         capacity=capacity,
         total_steps=total_steps,
         max_starved_steps=settings.max_starved_steps,
-        deadline_s=deadline_s / 2,  # lets a rank's own error come before the other ranks' timeout
+        # Half of the deadline lets a rank's own error come before the other ranks' timeout.
+        deadline_s=deadline_s / 2,
     )
 
 
@@ -243,7 +245,8 @@ def _is_grpo(config: RunConfig) -> bool:
 
 def _share_reader(basis: Basis) -> ShareReader:
     config, samples = basis.config, basis.data.train
-    encoder = copy.deepcopy(basis.policy.encoder)  # the producer's thread shares nothing with the learning thread
+    # The encoder is copied, because the producer's thread must share nothing with the learning thread.
+    encoder = copy.deepcopy(basis.policy.encoder)
     return ShareReader(
         samples,
         sampler_of(len(samples), config=config, plan=step_plan(basis.plan), rank=basis.ranks.rank),

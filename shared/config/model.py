@@ -51,7 +51,8 @@ class Mistake:
     @classmethod
     def of(cls, error: ProjectError, path: str, *, wanted: str = "", remedy: str = "") -> Mistake:
         """Return an error as a mistake of the key at `path`. `wanted` and `remedy` are used if the error has none."""
-        what = error.what.removeprefix(f"{path}: ")  # a mistake's line begins with the key already
+        # A mistake's line begins with the key, so the key is removed from the error's text.
+        what = error.what.removeprefix(f"{path}: ")
         found = f"{what}: {error.found}" if error.found else what
         return cls(path=path, found=found, wanted=error.wanted or wanted, remedy=error.remedy or remedy)
 
@@ -114,7 +115,8 @@ def show(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
     kind = {str: "the string ", int: "the integer ", float: "the number "}.get(type(value), "")
-    is_huge = isinstance(value, int) and value.bit_length() >= 256  # Python refuses to print thousands of digits.
+    # Python refuses to print an integer with thousands of digits.
+    is_huge = isinstance(value, int) and value.bit_length() >= 256
     # Secrets are masked before the text is cut, because half a secret would not be recognized.
     text = f"of {cast(int, value).bit_length()} bits" if is_huge else masked(repr(value))
     return kind + (text if len(text) <= MAX_FOUND_CHARS else text[: MAX_FOUND_CHARS - 3] + "...")

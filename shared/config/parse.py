@@ -106,7 +106,8 @@ def parse(
 def _follow(rule: Callable[[Model], Iterable[Mistake]], view: Model) -> list[Mistake]:
     mistakes: list[Mistake] = []
     with suppress(UntrustedValueError):
-        mistakes.extend(rule(view))  # keeps the mistakes that the rule yields before it reads a wrong value
+        # `extend` keeps the mistakes that the rule yields before it reads a wrong value.
+        mistakes.extend(rule(view))
     return mistakes
 
 
@@ -158,7 +159,8 @@ def _without_secrets(mistake: Mistake, secrets: Mapping[str, str]) -> Mistake:
 
 
 def _line_of(path: str, lines: Mapping[str, str]) -> str:
-    if path not in lines:  # the command line set keys of a section that the file lacks
+    # If the command line sets keys of a section that the file lacks, the section itself has no line.
+    if path not in lines:
         below = next((at for key, at in lines.items() if key.startswith((f"{path}.", f"{path}["))), None)
         if path and below is not None:
             return below

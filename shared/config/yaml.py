@@ -318,7 +318,8 @@ class _Reader:
             return match[0]
 
         filled = _DOLLAR.sub(one, text)
-        names = [match[1] for match in _DOLLAR.finditer(text) if match[1]]  # the group is None for an escaped `$${`
+        # Group 1 is None for an escaped `$${`.
+        names = [match[1] for match in _DOLLAR.finditer(text) if match[1]]
         secret = [name for name in names if name in self.env and is_secret(name)]
         for name in secret:
             remember(name, self.env[name])

@@ -127,7 +127,8 @@ class AdapterLoad:
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         if mapper is None:
             return modules
-        renaming = dataclasses.replace(mapper, orig_to_new_stacked={})  # q, k, v keep separate names: vLLM fuses them
+        # Names of q, k and v are kept apart, because vLLM fuses their adapters itself.
+        renaming = dataclasses.replace(mapper, orig_to_new_stacked={})
         return [
             name.removesuffix(".weight") for name in renaming.apply_list([f"{module}.weight" for module in modules])
         ]
@@ -160,7 +161,8 @@ class BaseWeightLoad(WeightLoad):
         self._take_off()
         # Opening notes the parameters' names, so the wrappers are taken off before.
         super().open()
-        if self.in_place:  # the model may run meanwhile
+        # In place, the model may run while buckets arrive, so it needs its wrappers.
+        if self.in_place:
             self._put_back()
 
     def _load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str] | None:

@@ -1,8 +1,8 @@
 """Runs calls that may never return on separate threads, so that callers can stop waiting for them.
 
-Invariants: an operation ends once, with the first of these: the call's result, the call's error, the error that it was
-cancelled with, or, at its deadline, a DeadlineError that names the call. An operation ends at its deadline even if no
-caller waits. An ended operation keeps only its result or error, so a bucket's memory is freed without garbage
+Invariants: an operation ends once: with the call's result or error, with the error that cancelled it, or at its
+deadline with a DeadlineError that names the call. Whatever comes first counts. An operation ends at its deadline even
+if no caller waits. An ended operation keeps only its result or error, so a bucket's memory is freed without garbage
 collection. A call that nobody waits for any more keeps its thread until the call ends. Collectives run this way,
 because a lost peer may block them: joining a group on a thread for that call, a group's broadcasts on the thread of its
 `Sender`.

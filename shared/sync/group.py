@@ -2,9 +2,9 @@
 
 In: tensors that every rank has allocated with the same size. Out: the source's bytes on every rank.
 
-Invariants: ranks 0..n-2 are servers' workers, the last rank is the learner; all ranks connect to rank 0, and must know
-the group's secret (`meeting.py`); no byte from a socket is unpickled; every operation has a deadline and ends in a
-result, a CommunicatorError or a DeadlineError. After its first failure a communicator has left its group.
+Invariants: ranks 0..n-2 are servers' workers, and the last rank is the learner. All ranks connect to rank 0, and must
+know the group's secret (`meeting.py`). No byte from a socket is unpickled. Every operation has a deadline, and ends in
+a result, a CommunicatorError or a DeadlineError. After its first failure a communicator has left its group.
 
 `start_join` and `start_broadcast` do not block: they return an `Operation` to poll or to wait for. Several broadcasts
 may be under way: the group's thread runs them in the order in which they were started. The thread ends when the group
@@ -84,7 +84,8 @@ class Communicator(ABC):
         self._pending = [other for other in self._pending if not other.future.done()] + [operation]
         if not self._sender.put(operation, _named(self._prepare(tensor, src, limit_s), what)):
             operation.cancel(_left())
-        if self._aborted:  # `abort`, perhaps on another thread, may have missed this operation
+        # `abort` may have run on another thread meanwhile, and missed this operation.
+        if self._aborted:
             self.abort()
         return operation
 
@@ -165,8 +166,9 @@ class _Tcp(Communicator):
     def _leave(self) -> None:
         links, self._links = self._links, {}
         for link in links.values():
-            with contextlib.suppress(OSError):  # the other side has closed it
-                link.shutdown(socket.SHUT_RDWR)  # ends waits for this connection on all threads.
+            with contextlib.suppress(OSError):  # the other side has closed it.
+                # `shutdown` ends the waits for this connection on all threads.
+                link.shutdown(socket.SHUT_RDWR)
         # The connections are closed only after the running broadcast. Otherwise the broadcast could use the number of a
         # closed descriptor, which another connection may have got.
         with self._running:

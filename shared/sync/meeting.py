@@ -103,7 +103,8 @@ def meet(member: Seat, card: bytes, given_up: threading.Event) -> Meeting:
         meeting = _visit(member, card, wait)
         if meeting is not None:
             return meeting
-        wait.until_next_try()  # no `Retry`: this wait ends as soon as the join is given up
+        # `Retry` is not used here, because this wait must end as soon as the join is given up.
+        wait.until_next_try()
 
 
 class _Wait:
@@ -239,7 +240,8 @@ class _Door:
             self._drop(guest)
             return
         self._forget(guest)
-        if rank in self._members:  # the rank has connected again
+        # The rank has connected again, so its earlier connection is dead.
+        if rank in self._members:
             self._members[rank].link.close()
         self._members[rank] = _Member(guest.link, guest.challenge, answer, card)
 
