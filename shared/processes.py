@@ -30,6 +30,7 @@ FEW_SHAPES: Mapping[str, str] = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_C
 _PR_SET_PDEATHSIG = 1
 _PRINTED = (1, 2)  # stdout, stderr
 _LAST_LINES = 3  # number of a log's last lines in an error
+
 # The library is loaded here, so that a child can call it between fork and exec.
 _libc = ctypes.CDLL(None, use_errno=True)
 
