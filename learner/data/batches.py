@@ -158,6 +158,7 @@ class Batches(Iterator[MicroBatch]):
         self._prefetch(position, self._coming() if then is None else then)
         share, samples = self._share(position)
         prompts = [prompt for job in self._ahead[position] for prompt in job.result()]
+        # The micro-batch counts as handed out only now, so an error in `result` loses no sample.
         self.skip(position)
         return MicroBatch(
             samples=samples,
@@ -173,6 +174,7 @@ class Batches(Iterator[MicroBatch]):
         self._ahead.pop(position, None)
         self._seen.pop(position, None)
         self._taken.add(position)
+        # Positions without a gap are counted by `_first` alone, so the state stays a few numbers.
         while self._first in self._taken:
             self._taken.remove(self._first)
             self._first += 1
@@ -265,6 +267,7 @@ class Batches(Iterator[MicroBatch]):
         return seen.share, seen.samples
 
     def _identity(self) -> dict[str, object]:
+        # A checkpoint has the digest of the ids, because the ids themselves may take megabytes.
         ids = hashlib.sha256("\0".join(sample.sample_id for sample in self._samples).encode())
         return {
             "samples": ids.hexdigest(),
@@ -416,6 +419,7 @@ class WindowRepeater(Iterator[MicroBatch]):
         Raises CheckpointError if `state` is of other data.
         """
         self._batches.restore(state)
+        # A checkpoint may come from a run with more passes.
         m_step = min(int(state.get("m_step", 0)), self._m_steps - 1)
         self._next = WindowStep(int(state.get("window", 0)), m_step)
         self._begin_window()

@@ -95,6 +95,7 @@ class DistributedSampler:
     def _make_order(self, epoch: int) -> NDArray[np.int64]:
         order = np.arange(self.num_places // self.repeats)
         if self.shuffle:
+            # The generator depends on seed and epoch only, so every rank computes the same order, also after a resume.
             order = np.random.default_rng([self.seed, epoch]).permutation(order)
         return np.repeat(order, self.repeats)
 

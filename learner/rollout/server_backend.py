@@ -100,6 +100,7 @@ class _Rollouts(RolloutStream):
         with self._record():
             while (ended := self._ended.get()) is not None:
                 yield ended
+            # After `close` the job was cancelled on purpose, so its CancelledError is no error of the run.
             if not self._closed:
                 self._future.result()
 
@@ -169,6 +170,7 @@ class ServerBackend(RolloutBackend):
         self.membership = self.membership.sized(
             (member.base_url, size) for member, size in zip(members, sizes, strict=True)
         )
+        # The quotas need the servers' world sizes, so they are computed only after the servers have answered.
         self.chunk = chunk_size(
             decode_batch_size=self.config.decode_batch_size,
             server_world_sizes=self.world_sizes,
@@ -217,6 +219,7 @@ class ServerBackend(RolloutBackend):
         server, and a ServerError if fewer than `min_servers` would serve. Any thread may call this."""
         with self._lock:
             before = self._without_lost()
+            # Without another server the original error says more than "too few servers".
             if before.min_servers == "all" or len(before.members) == 1:
                 raise error
             # The first error is kept. Later errors follow from it.
@@ -312,6 +315,7 @@ class ServerBackend(RolloutBackend):
             ],
             config=how,
             record=record,
+            # The members are read once, so that all requests of this stream are divided among the same servers.
             members=self.usable().serving,
             served=self.membership.served,
         )

@@ -125,8 +125,10 @@ class LabelCompletion:
         """Complete the labels of all samples by answers of the backend's present weights, which have version `ver`.
         Collective."""
         settings = self._settings
+        # Labels of an earlier completion must not confirm the same model's answers.
         annotated = [without_completed(sample) for sample in self._samples]
         looked = self._candidates(annotated, global_step)
+        # Rank 0 estimates for all ranks, so that rounding can never give ranks different labels.
         known, found = self._ranks.broadcast_object(
             estimate_gaps(
                 annotated, [own for own, _ in looked], [own for _, own in looked], settings.rollouts, self._audited
@@ -139,6 +141,7 @@ class LabelCompletion:
             probable = PROBABLE
             if settings.min_votes == "auto" and not known.may_be_complete:
                 min_votes, why = 1, ""
+        # A number that the user has set wins over the estimate.
         if settings.min_votes != "auto":
             min_votes, why = settings.min_votes, ""
         left_out = 0
@@ -213,6 +216,7 @@ class LabelCompletion:
 
     def _of(self, samples: Sequence[Sample], first: int, global_step: int) -> list[list[LabelCandidate]]:
         number = self._settings.rollouts
+        # All answers to a sample are neighbours, so the backend encodes its prompt once.
         line = [sample for sample in samples for _ in range(number)]
         window = [MicroStep(samples=line, micro_step_idx=COMPLETES_LABELS, first_req_idx=first * number)]
         (rollouts,) = self._backend.generate_window(window, global_step=global_step, temperature=1.0)
@@ -279,6 +283,7 @@ class LabelCompletion:
                 wanted="the file that the run wrote, and the data that it had",
                 remedy=f"remove {path} to complete the labels anew by the checkpoint's weights",
             ) from error
+        # A run resumed from another folder keeps the file in its own folder, so that it can be resumed again.
         if path.parent != self._folder:
             write_atomically(self._path(max(steps)), json.dumps(content) + "\n")
         return content

@@ -73,6 +73,7 @@ class Stage2InStep(Stage2Steps):
         learn."""
         with self._clock.phase("data"):
             batch = next(self._parts.batches)
+        # At the end of an epoch a rank may have no samples. It then learns only the empty rows that the trainer adds.
         if not batch.samples:
             return
         step = MicroStep(samples=batch.samples, micro_step_idx=0, first_req_idx=batch.first_req_idx)
@@ -99,6 +100,7 @@ class Stage2InStep(Stage2Steps):
 
         def check(place: int, segment: Segment) -> None:
             wanted = batch.samples[place].sample_id
+            # Another version shows that a second learner syncs the same servers.
             if (segment.sample_id, segment.ver) != (wanted, ver):
                 raise RolloutError(
                     "a segment is not the one that was asked for",
@@ -141,12 +143,14 @@ class StepRollouts:
         Raises DeadlineError, or the error that ended the rollouts.
         """
         with self._changed:
+            # An end without a closed row must also wake the learning thread, because it may be an error.
             arrived = wait_for(self._changed, lambda: self._ended or self._rows.closed, deadline_s)
             if self._error is not None:
                 raise self._error
             if not arrived:
                 raise self._late("waiting for the next packed row", deadline_s)
             row = self._rows.take()
+            # Without this check a step would silently learn fewer samples.
             if row is None and not self._rows.complete:
                 raise RolloutError(
                     "a step's rollouts ended early",

@@ -60,6 +60,7 @@ def prompt_units(segments: Sequence[Segment], capacity: int) -> list[tuple[Segme
     newest: dict[tuple[object, ...], list[Segment]] = {}
     for segment in segments:
         key = segment.prompt_key
+        # Only the newest unit of a prompt may have room: an older one was left because it was too full.
         unit = newest.get(key)
         if unit is not None and group_tokens([*unit, segment]) <= capacity:
             unit.append(segment)
@@ -124,6 +125,7 @@ def fullest_with_first(lengths: Sequence[int], capacity: int, num_first: int = 1
     reachable = [1]  # bit s of entry i is 1 if some of the first i items after `num_first` have the sum s
     for length in lengths[num_first:]:
         reachable.append((reachable[-1] | (reachable[-1] << length)) & mask)
+    # The highest bit that is set is the largest sum that fits.
     total = reachable[-1].bit_length() - 1
     chosen = []
     for index in range(len(lengths) - 1, num_first - 1, -1):
@@ -170,6 +172,7 @@ class ArrivingRows:
         """True if `take` would return a row now."""
         if self.complete:
             return bool(self._last or self._waiting)
+        # From this sum on, FIFO's first row is full or the next segment does not fit, so the row is known.
         return sum(map(group_tokens, self._units())) >= self._capacity
 
     def take(self) -> PackedRow | None:
@@ -183,6 +186,7 @@ class ArrivingRows:
             return self._last.popleft()
         units = self._units()
         lengths = [group_tokens(unit) for unit in units]
+        # FIFO's segments are always taken, so the oldest segment never waits for another row.
         chosen = fifo(lengths, self._capacity)[0]
         if not self._in_order:
             chosen = fullest_with_first(lengths, self._capacity, len(chosen))

@@ -192,6 +192,7 @@ class Producer:
             if fence.ver is not None:
                 syncs = queue.served.syncs + counts
                 served = ServedVersion(ver=fence.ver, updates=fence.updates, syncs=syncs)
+            # Packs that the sync made too old are dropped before the next call starts, which may then make them again.
             self._forget(queue.complete_fence(served))
             self._wake()
 

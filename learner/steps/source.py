@@ -163,6 +163,7 @@ class FreshSteps(StepSource):
         return [*(sample_id for _, sample_id in self._owed), *self._row_maker.carried()]
 
     def state(self) -> dict[str, object]:
+        # Each rank carries other samples, and the checkpoint is written by rank 0 alone.
         carried = self._ranks.all_gather_object(self._due_on_resume())
         return {"batches": self._batches.state(), "carried": carried}
 
@@ -172,6 +173,7 @@ class FreshSteps(StepSource):
         carried, ranks = [sample_id for part in state["carried"] for sample_id in part], self._ranks
         owed = own_share(carried, ranks)
         self._owed = list(zip(self._batches.last_epochs(owed), owed, strict=True))
+        # The request index counts over all ranks, so that no two owed samples share a seed.
         self._first_owed = sum(len(carried[rank :: ranks.world_size]) for rank in range(ranks.rank))
 
     # ---- a step's parts, which `BufferedSteps` does in its own way -------------------------------------------------
@@ -190,6 +192,7 @@ class FreshSteps(StepSource):
         step = MicroStep(samples=batch.samples, micro_step_idx=micro_step_idx, first_req_idx=batch.first_req_idx)
         segments = self._segments(step, batch.prompts)
         if self._owed:
+            # Owed samples come with the first micro-batch only: `_owed_segments` empties the list.
             segments += self._owed_segments()
         with self._clock.phase("pack"):
             return self._row_maker.rows(segments)
@@ -242,6 +245,7 @@ def padded(rows: Iterable[PackedRow], ranks: Ranks, capacity: int, clock: PhaseC
         num_rows += 1
     with clock.phase("learn"):  # other ranks are learning while this rank waits
         wanted = int(ranks.all_reduce_max(num_rows))
+    # Without these rows, other ranks would wait in a collective for passes that this rank does not make.
     yield from [PackedRow(segments=(), capacity=capacity)] * (wanted - num_rows)
 
 

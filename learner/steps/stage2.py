@@ -118,7 +118,9 @@ class Stage2Steps(StepSource):
         assert self._decision is not None, "metrics() before begin()"
         parts = self._ranks.all_gather_object(self._rank_metrics())
         means = {name: fmean(p.means[name] for p in parts if name in p.means) for part in parts for name in part.means}
+        # All ranks have the same names in `sums`, but a rank without packs lacks some names in `means`.
         sums = {name: sum(part.sums[name] for part in parts) for name in parts[0].sums}
+        # `_global_step` counts from 0, and the step that was learned counts too.
         share = self._executed_b / (self._global_step + 1)
         return {**self._decision.metrics(), "stage2_ab/executed_b_share": share, **means, **sums}
 
@@ -131,6 +133,7 @@ class Stage2Steps(StepSource):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._parts.batches.restore(state["batches"])
+        # The checkpoint may have been written on another number of ranks, so all ranks' samples are joined.
         self._carried = [sample_id for part in state["carried"] for sample_id in part]
         self._executed_b = int(state["stage2"]["executed_b"]) if "stage2" in state else 0
 

@@ -120,6 +120,7 @@ class ServerDelivery:
         return self.members.changes()
 
     def is_current(self) -> bool:
+        # A group cannot change its members, so any other set of servers needs new groups.
         return {member.base_url for member in self.members.to_reach()} == {link.base_url for link in self._groups.links}
 
     # ---- after a failure -------------------------------------------------------------------------------------------
@@ -143,6 +144,7 @@ class ServerDelivery:
         # A refused connection must not end the run: silent servers are asked again until `timeout_s` is over.
         if newcomers or gone or (silent and not self._deadline.is_over()):
             return "changed"
+        # One repetition is enough to tell a passing fault from a lasting one.
         if is_all or num_repeated > 1:
             return "stop"
         if num_repeated == 1:
@@ -330,6 +332,7 @@ class ServerDelivery:
         # The canary (fixed answers) is scored before servers pause and buckets are sent. So nothing else waits for the
         # device while the learner's pass is captured as a CUDA graph.
         learner = self._scores(mode) if items else NO_SCORES
+        # Scores that are not finite raise here, before any server pauses.
         expected = (
             self._canary.expected(self._groups.incarnation, ver, learner.logprobs, self._dtype) if items else None
         )
@@ -356,6 +359,7 @@ class ServerDelivery:
             await_all(under_way, [*posts, *told])
         except BaseException:
             self._accused = accused([*posts, *told])
+            # The servers' own errors were read above. Nobody waits for these calls any more.
             cancel([*posts, *told])
             raise
         replies = {link.base_url: post.result() for link, post in posts}
@@ -398,6 +402,7 @@ class ServerDelivery:
         key = source, self._dtype
         if key not in self._plans:
             parts = plan_buckets(source.weight_specs(self._dtype), self._config.sync.bucket_bytes)
+            # The plan depends only on names, shapes and types of the tensors, so it is made once.
             self._plans[key] = [Bucket(tensors=part, num_bytes=num_bucket_bytes(part)) for part in parts]
         return self._plans[key]
 
