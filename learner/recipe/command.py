@@ -139,6 +139,7 @@ def _begin(config: RunConfig, minutes: float, root: Path) -> Record:
     otherwise raises ConfigError."""
     digest = digest_of(config)
     old = read_record(root)
+    # A recipe that has learned nothing is replaced, so that a mistake in its configuration can be corrected in place.
     if old is None or (old.digest != digest and not has_learned(old, root)):
         new = Record(digest=digest, minutes=minutes, metric=config.training.keep_best or "auto")
         new.write(root)
@@ -150,6 +151,7 @@ def _begin(config: RunConfig, minutes: float, root: Path) -> Record:
             wanted="the configuration that it was begun with, or a folder without a run",
             remedy="name another folder (training.output_dir), or remove this one",
         )
+    # The same command may give more minutes, to continue a recipe that has used up its time.
     return replace(old, minutes=minutes)
 
 
@@ -224,6 +226,7 @@ class StageProcess:
     def _pass_on(self) -> None:
         if self._process is not None and self._is_due:
             self._is_due = False
+            # The signal is sent only once: a second one would end the stage without a checkpoint.
             self._process.send_signal(self._signum)
 
 
@@ -267,6 +270,7 @@ class Recipe:
         otherwise at most the share SFT_SHARE."""
         earlier_s = spent_s(self.root / SFT)
         share_s = 60 * self.record.minutes * (1.0 if self.record.no_grpo else SFT_SHARE)
+        # The measurement of the headroom runs in the folder of `grpo`, and its time counts too.
         left_s = share_s - earlier_s - spent_s(self.root / GRPO)
         return self._run(SFT, sft_stage(self.config, world_size=self.nproc, minutes=left_s / 60), WHY_SFT, earlier_s)
 
@@ -350,8 +354,10 @@ class Recipe:
         path = self.root / f"{name}.yaml"
         with writing(path):
             write_yaml(path, values, f"A stage of the recipe in {self.root}, an ordinary run. Written by it.")
+        # The written file is loaded here, so that a mistake in it is reported before a process is started.
         config = load_config(path, world_size=self.nproc, env=self.environment)
         code = self._run_stage(path)
+        # The time of the whole process counts, because its start and its end take minutes from the recipe too.
         seconds = earlier_s + time.monotonic() - self._began_s
         self._began_s = time.monotonic()
         if code:
@@ -389,6 +395,7 @@ class Recipe:
         )
         if (best := self._best()) is not None:
             point_best(self.root, best.relative_to(self.root))
+        # A model's hub name cannot be linked to.
         elif (start := Path(self.config.model.path)).is_dir():
             point_best(self.root, start.absolute())
         record.write(self.root)

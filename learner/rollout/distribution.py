@@ -122,6 +122,7 @@ def quotas_of(
     *, rank: int, num_ranks: int, server_world_sizes: Sequence[int], decode_batch_size: int
 ) -> tuple[int, ...]:
     """Return this rank's quota on each server, in server order. A server of size 0 has quota 0."""
+    # Without a quota a rank could never answer, so each rank has at least one request, even after servers were lost.
     chunk = max(1, decode_batch_size * sum(server_world_sizes) // num_ranks)
     return _slots(chunk, rank, num_ranks, server_world_sizes)
 
@@ -198,6 +199,7 @@ class Batch:
 def halves(unanswered: Sequence[int], *, suspect: bool = False) -> list[Batch]:
     """Return the batches in which the `unanswered` requests of a failed batch are sent again: at least two batches, if
     there are two requests. Each batch has consecutive requests."""
+    # Halving isolates a bad request in a few tries, while the good requests are answered.
     middle = len(unanswered) // 2
     parts = (unanswered[:middle], unanswered[middle:])
     return [
@@ -289,6 +291,7 @@ class Dispatcher(Generic[R]):
         finally:
             for task in self._flying:
                 task.cancel()
+            # Cancelled calls may still run callbacks, so `run` returns only after their end.
             await asyncio.gather(*self._flying, *self._given_up, return_exceptions=True)
 
     def _launch(self) -> None:
@@ -329,6 +332,7 @@ class Dispatcher(Generic[R]):
         if flight.given_up:  # an answer may arrive before the cancelled call ends
             return
         flight.unanswered.remove(request)
+        # The quota is free as soon as one request ends, so the server need not wait for the rest of its batch.
         self._servers[flight.server].free += 1
         self._changed.set()
         self._on_answer(request, result)
@@ -348,6 +352,7 @@ class Dispatcher(Generic[R]):
         batch, unanswered = flight.batch, sorted(flight.unanswered)
         if isinstance(error, REQUEST_ERRORS) and not isinstance(error, LOST_ERRORS):
             raise error
+        # The server has answered a part of the batch, so it works, and the rest is only sent again.
         if isinstance(error, ServerBusyError) and len(unanswered) < len(batch):
             again = [replace(batch, start=run.start, stop=run.stop) for run in _runs(unanswered)]
             self._send_again(flight.server, again, error)
@@ -384,11 +389,13 @@ class Dispatcher(Generic[R]):
         flights = [(flight, suspect)]
         for task in [task for task, other in self._flying.items() if other.server == lost]:
             other = self._flying.pop(task)
+            # Late answers of the lost server must be ignored, because its requests now go to other servers.
             other.given_up = True
             flights.append((other, False))
             task.cancel()
             self._given_up.append(task)
         waiting = self._servers[lost].waiting
+        # On another server these requests have not failed yet.
         again = [replace(batch, failed=False) for batch in waiting]
         for other, is_suspect in flights:
             is_suspect = is_suspect or other.batch.suspect

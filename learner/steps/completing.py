@@ -128,7 +128,7 @@ class LabelCompletion:
         # Labels of an earlier completion must not confirm the same model's answers.
         annotated = [without_completed(sample) for sample in self._samples]
         looked = self._candidates(annotated, global_step)
-        # Rank 0 estimates for all ranks, so that rounding can never give ranks different labels.
+        # Rank 0 estimates for all ranks, so that all ranks certainly have the same labels.
         known, found = self._ranks.broadcast_object(
             estimate_gaps(
                 annotated, [own for own, _ in looked], [own for _, own in looked], settings.rollouts, self._audited

@@ -60,7 +60,7 @@ def prompt_units(segments: Sequence[Segment], capacity: int) -> list[tuple[Segme
     newest: dict[tuple[object, ...], list[Segment]] = {}
     for segment in segments:
         key = segment.prompt_key
-        # Only the newest unit of a prompt may have room: an older one was left because it was too full.
+        # Only the newest unit of a prompt is filled: an older one had no room for an earlier segment.
         unit = newest.get(key)
         if unit is not None and group_tokens([*unit, segment]) <= capacity:
             unit.append(segment)

@@ -73,6 +73,7 @@ class Members:
         membership = self._decided(reports) if self._ranks.is_main else self._backend.membership
         agreed = self._ranks.broadcast_object(membership)
         self._backend.adopt(agreed, told=lost)
+        # The check follows the broadcast, so that all ranks raise, and none waits alone in the next collective.
         if not agreed.enough:
             raise agreed.too_few()
 
@@ -110,6 +111,7 @@ class Members:
     def check(self, member: Member, status: ServerStatus) -> None:
         """Check the server's process, unless this process has passed before. Waits long for the check only if the run
         cannot go on without the server. Raises the check's error, or DeadlineError."""
+        # A server that the run can go on without must not hold up a step.
         is_needed = member.state == "serving" and not self._backend.membership.is_elastic
         # The first score of a new process took a minute under load, which no step should wait for.
         limit_s = self._backend.timeouts.gone_s if is_needed else LAST_LOOK_S
@@ -218,6 +220,7 @@ class ReturnWatch:
         found = await look(self._backend, base_url)
         if isinstance(found, ServerStatus):
             try:
+                # Here the check may take long, because no step waits for it.
                 await self.check(self._backend.client(base_url), found, self._backend.timeouts.gone_s)
             except ProjectError as error:
                 found = error

@@ -83,6 +83,7 @@ def sealed_buckets(
     for index, specs in enumerate(plan):
         # Tensors are merged as they are taken, so only one bucket's tensors are in memory beside the model.
         buffer = pack(specs, dict(islice(weights, len(specs))), device)
+        # The seal covers version and index, so an old or misplaced bucket is refused.
         seal(buffer, key=key, ver=ver, index=index)
         yield buffer
     # A tensor after the last planned one would never be sent.
@@ -188,6 +189,7 @@ class ShardedSource:
             # The same cuts as the sync's own plan, so that one collective call gathers exactly one bucket.
             self._counts[dtype] = [len(part) for part in plan_buckets(self.weight_specs(dtype), self._bucket_bytes)]
         for number, count in enumerate(self._counts[dtype]):
+            # One call gathers one bucket, so at most one bucket's whole tensors are in memory.
             yield from self._take(dtype, number == 0, count)
 
 
