@@ -212,6 +212,7 @@ class SampleMaker:
         errors = self.bad.num_errors
         number = len(record.images)
         self._tell_found(seen, record.place)
+        # The sizes are needed first: coordinates become bins by them.
         sizes = self._sizes(record, seen)
         if not self._asks_something(record.messages, number, record.place) or sizes is None:
             return None
@@ -219,6 +220,7 @@ class SampleMaker:
             return None
         sound = (obj for obj in map(self._sound, record.objects) if obj and self._names_image(obj, number))
         kept = [(obj, made) for obj in self._distinct(sound) if (made := self._object(obj, sizes, record))]
+        # A record with an error has no sample, but all its other objects were checked too.
         if self.bad.num_errors > errors:
             return None
         sample = Sample(
@@ -231,6 +233,7 @@ class SampleMaker:
             ignored=tuple(made for obj, made in kept if obj.ignored),
             sizes=sizes if number > 1 else (),
         )
+        # The checks need whole bins, because an answer has no others.
         taught = rounded(sample) if self.exact else sample
         return sample if self._is_valid(taught, record.place) and self._fits(taught, record.place) else None
 
@@ -290,6 +293,7 @@ class SampleMaker:
         if not self._has_shape(seen, place):
             return None
         known = [size for size in seen.sizes if size is not None]
+        # The record has the size of the copy. The sample needs the size of the image itself.
         if known and size is not None and self._is_copy(record):
             return known[0]
         if size is None and (not known or self._is_copy(record)):
@@ -379,6 +383,7 @@ class SampleMaker:
     def _distinct(self, objects: Iterable[RawObject]) -> Iterator[RawObject]:
         seen: set[tuple[object, ...]] = set()
         for obj in objects:
+            # An object without `image` is in the only image, so it equals an object with `image: 1`.
             content = (obj.desc, obj.kind, obj.coords, obj.ignored, obj.image or 1)
             if content in seen:
                 wanted = "each object once"

@@ -63,7 +63,7 @@ POLL_S = 5.0  # seconds between two calls of one server's /health/
 MAX_LOOKS_PER_S = 32.0  # max calls of /health/ per second, to all servers together: each takes 1 ms of CPU
 # If other servers can answer, a server counts as gone when its /health/ has been silent for one of these times:
 BROKEN_S = 2.0  # after the server broke a connection
-SILENT_S = 30.0  # seconds, if no connection broke
+SILENT_S = 30.0  # if no connection broke
 REPLY_GRACE_S = 10.0  # added to a deadline that the server keeps too, so that the server's error arrives first
 # Uvicorn closes a connection after 5 idle seconds. The client closes it earlier, so that uvicorn never closes it just
 # when a new request is sent.
@@ -117,8 +117,8 @@ class Patience:
     """How long `/health/` may be silent before the server counts as gone. `has_others`: the run can go on without this
     server."""
 
-    silent_s: float  # seconds, if no connection broke
-    broken_s: float  # seconds, after a connection broke
+    silent_s: float  # the limit in seconds, if no connection broke
+    broken_s: float  # the limit in seconds, after a connection broke
     has_others: bool
 
 
@@ -181,6 +181,7 @@ class ServerClient:
             try:
                 return await self.health()
             except ProjectError as error:
+                # An answer 4xx, such as a wrong token, does not change by waiting.
                 if not isinstance(error, ServerUnreachableError | DeadlineError) and error.http_status < 500:
                     raise
                 if (pause_s := retry.next_s()) is None:
@@ -216,6 +217,7 @@ class ServerClient:
         late = functools.partial(self._late, answers, deadline_s, patience)
 
         async def exchange() -> httpx.Response:
+            # The time is set in each try, because waiting for a busy server says nothing about its pace.
             answers.sent_at = awake_s()
             sending = self._send_infer(call, deadline_s, answers, patience)
             return await self._while_alive(sending, patience.silent_s, deadline_s=deadline_s, late=late)
@@ -229,6 +231,8 @@ class ServerClient:
                 await asyncio.sleep(RETRY_AFTER_S)
             raise
         answers.check_complete()
+        # Only the longest answer counts: all requests of a call run at once, so it alone decides how long the call
+        # takes.
         self._pace.saw(answers.longest, answers.longest_s)
 
     async def _send_infer(
@@ -250,6 +254,7 @@ class ServerClient:
                 await (answers.read(response) if response.is_success else response.aread())
                 return response
         except ServerUnreachableError as error:
+            # A living server lost only the connection, so its requests are sent again instead of giving it up.
             await self.wait_healthy(patience.broken_s)
             raise ServerError(
                 f"{self.base_url}: the connection broke during /infer/, the server is alive",
@@ -276,6 +281,7 @@ class ServerClient:
     async def _send_weights_call(
         self, path: str, call: InitCommunicatorCall | UpdateWeightsCall, patience: Patience | None
     ) -> httpx.Response:
+        # The server gives up first, so its own error arrives, which says more than a missing answer.
         limit_s = call.timeout_s + REPLY_GRACE_S
 
         async def late(health_age_s: float) -> None:
@@ -380,6 +386,7 @@ class ServerClient:
         the seconds since `/health/` last answered; `late` must raise an error."""
         task = asyncio.create_task(sending)
         looking: asyncio.Task[None] | None = None
+        # At least two calls of /health/ must fit into the time after which the server counts as gone.
         poll_s = min(self.timeouts.poll_s, silent_s / 2)
         tick_s = poll_s / 5
         # This clock stands still while this process is stopped, so that its own pause is not taken for a silent server.
@@ -425,6 +432,7 @@ class ServerClient:
         """Raises the error of an `/infer/` call that has passed its deadline."""
         if patience.has_others:
             try:
+                # A short last look tells a slow server from a dead one, which may be given up.
                 async with time_limit(LAST_LOOK_S):
                     await self.health()
             except (ProjectError, TimeoutError) as error:  # the server is gone, not slow

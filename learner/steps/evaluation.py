@@ -91,6 +91,7 @@ class Evaluations:
             f"step_{step:06d}.jsonl",
             "test" if data.val is None else "val",
             step=step,
+            # Without `data.val` these are test samples, whose labels must not decide their scores.
             calibrated=basis.task.calibrated if data.val is not None else None,
         )
         self.step, self._last = step, evaluation
@@ -140,6 +141,7 @@ class Evaluations:
         see the function `evaluate` of this module."""
         basis = self._basis
         assert self.backend is not None
+        # An evaluation takes minutes, so a request to stop is noticed before it begins.
         self._stop.check()
         # The fence, in which no call for training may start, lasts until the evaluation's rollouts have ended. So the
         # servers never have requests of the evaluation and of training at the same time.
@@ -189,6 +191,7 @@ def evaluate(
         mine, global_step=global_step, micro_step_idx=0, first_req_idx=ranks.rank * share, greedy=True
     )
     scored = [(rollout, task.match(task.parse(rollout))) for rollout in rollouts]
+    # Every rank gets all answers, so that all ranks decide alike whether an evaluation is the best.
     everything = [pair for part in ranks.all_gather_object(scored) for pair in part]
     answers, matched = tuple(rollout for rollout, _ in everything), tuple(found for _, found in everything)
     assignments = tuple(calibrated(matched) if calibrated is not None else matched)
@@ -249,6 +252,7 @@ class GapMetrics:
             return {}
         least, most = self._objects
         return {
+            # The geometric mean is the middle of a range that is known up to a factor.
             ESTIMATED: score.f1((least * most) ** 0.5),
             "estimated_f1_low@0.5": score.f1(most),
             "estimated_f1_high@0.5": score.f1(least),

@@ -237,6 +237,7 @@ class Sync:
                 recovery = self._delivery.recover(error, num_repeated)
                 if recovery == "stop":
                     raise
+                # A try with other servers is not a repetition, so it does not count.
                 num_repeated += recovery == "repeat"
                 self._failures.append(str(error))
                 log.warning("the sync is repeated with a new group: %s", error)
@@ -251,6 +252,7 @@ class Sync:
             )
         check_specs(adapter.weight_specs())
         check_specs(adapter.base.weight_specs())
+        # The servers are asked before anything is sent, so that a mismatch is found at the start of the run.
         self._delivery.check_adapter(adapter)
 
     @contextmanager
