@@ -165,6 +165,7 @@ class Trainer:
         """Return the reason why the run ended before its last step; empty if it reached its last step."""
         if self.callbacks.ended_by:
             return f"{self.callbacks.ended_by} ended it"
+        # Patience may run out in the evaluation after the last step, which ends nothing early.
         gave_up = self.best.gives_up and self.state.global_step < self.total_steps
         return f"{self.best.metric} did not improve" if gave_up else ""
 
@@ -181,6 +182,7 @@ class Trainer:
             self.evaluate()
         with start_set_aside() as after_step:
             while self.state.global_step < self.total_steps and not self.best.gives_up and not self.callbacks.ended_by:
+                # The limit is checked between steps, so a step is never broken off.
                 if self.time_limit.is_over():
                     self.journal.note(f"training.max_minutes: the time is up after step {self.state.global_step}")
                     break
@@ -188,6 +190,7 @@ class Trainer:
                 self.syncs.before(self.state.global_step)
                 result, rows = self.step()
                 self.journal.step(result, self.syncs.receipt, rows)
+                # At the end of a step all ranks are at the same place, so they can agree on lost and new servers.
                 self.syncs.agree(self.state.global_step)
                 self.callbacks.step(result)
                 # The first step compiles, and the objects that it makes stay until the end of the run, too.
@@ -247,6 +250,7 @@ class Trainer:
         self.state = self.state.after_step()
         self.mark_boundary()
         seconds = self.clock.read()
+        # `totals` is reduced over ranks, and the metric is per rank.
         flops = self.policy.flops_per_token * totals.counts.get("tokens", 0.0) / self.ranks.world_size
         metrics = {**metrics, "learn_tflops": flops / seconds["learn_s"] / 1e12}
         if (peak := self.policy.peak_gib()) is not None:
@@ -267,6 +271,7 @@ class Trainer:
         """Run one micro-step: learn its rows as they come, and empty rows until every rank has run as many passes (D5).
         Gradients are accumulated, without an update. Ranks wait for each other at each row if the model is sharded, or
         if a sync may run between two rows."""
+        # Waiting at every row costs time, so it is done only if passes or syncs are collective between rows.
         evened = in_lockstep if self.policy.is_sharded or self.syncs.waits else padded
         # Closing `rows` makes an error here end the rollouts under way too.
         with closing(rows):
@@ -299,6 +304,7 @@ class Trainer:
             return
         began_s = time.monotonic()
         own, metrics = self.evaluations.evaluate(step)
+        # The time limit keeps time for the last evaluation, and expects it to take as long as this one.
         self.time_limit.evaluated(time.monotonic() - began_s)
         verdict = self.best.add(step, own)
         # The evaluation before the first step needs no checkpoint: model.path has its weights.

@@ -158,6 +158,7 @@ class ColocatedEngine:
         computed since the last block, so the free memory can be measured."""
         with self._offload.away(), keeping_random_state(self._ranks.device):
             if self._asleep:
+                # Before the first load training has not computed, so free memory would say nothing.
                 measures = after_update and self._num_loads > 0 and self._may_stay_awake()
                 held = torch.cuda.memory_reserved(self._ranks.device) if measures else 0
                 self._wake_up()
@@ -186,6 +187,7 @@ class ColocatedEngine:
         Raises PromptTooLongError, RolloutError."""
         num_new = config.max_tokens or 1
         for prompt in prompts:
+            # A prompt that is certainly too long is refused before anything is generated.
             self._check_length(len(prompt.token_ids), num_new)
         looks = looks or [False] * len(prompts)
         with self._images.looking(prompts, looks) as seen:
@@ -202,8 +204,10 @@ class ColocatedEngine:
         prefix cache, and digests of the prompt's processed images (`Scores.pixels`). Raises the errors of
         `generate`."""
         pairs = [(prompt, list(ids)) for prompt, ids in zip(prompts, responses, strict=True)]
+        # Rollouts read the prefix cache, so stale blocks in it must show in the scores.
         reads = [cached_scoring(*pair) if self._caches_prefixes else [] for pair in pairs]
         asked = [*(scoring(*pair) for pair in pairs), *(read for several in reads for read in several)]
+        # Only the whole requests come first and are looked at: the others have the same images.
         looks = [i < len(pairs) and bool(prompt.images) for i, (prompt, _) in enumerate(asked)]
         wholes = [whole for whole, _ in asked]
         with self._images.looking(wholes, looks) as seen:
@@ -341,6 +345,7 @@ class ColocatedEngine:
 
     def _rest(self) -> None:
         """Let the engine sleep, unless the device has room for the awake engine and for training."""
+        # Training may hold more memory than at the last look, so the room is measured again.
         self._stays_awake = self._stays_awake and self._has_room()
         if not self._stays_awake:
             self._sleep()

@@ -104,6 +104,7 @@ def fit_calibration(
     Raises DataError if there is too little to learn from.
     """
     calibration, boxes = _fit_twice(found, samples, num_drawn=num_drawn)
+    # Held-out scores choose the threshold, because scores of fitted boxes are too good.
     scores = _held_out(boxes, calibration, _best_penalty(boxes, calibration))
     boxes = boxes.ranked(scores)
     outcomes = boxes.gains.outcomes(scores)
@@ -159,6 +160,7 @@ def _fit(boxes: Boxes, *, num_drawn: int) -> Calibration:
     names = Counter(name for name, counts in zip(boxes.names, counted, strict=True) if counts)
     empty = Calibration(
         samples=num_drawn,
+        # A class with few boxes would fit their noise, so it gets no columns of its own.
         names=sorted(name for name, number in names.items() if number >= FEWEST_BOXES),
         knots=_knots(boxes.features[counted]),
         weights=[],
@@ -179,6 +181,7 @@ def _knots(features: Floats) -> dict[str, list[float]]:
     """Return quantiles of each feature that is not constant."""
     found = {}
     for i, name in enumerate(FEATURES):
+        # The outer 1% are left out, so that a few extreme values do not move the knots.
         ends = np.unique(np.quantile(features[:, i], np.linspace(0.01, 0.99, NUM_KNOTS)).round(6))
         if len(ends) > 1:
             found[name] = ends.tolist()
@@ -206,6 +209,7 @@ def _held_out(boxes: Boxes, calibration: Calibration, penalty: float) -> Floats:
 def _regress(columns: Floats, right: Floats, penalty: float) -> Floats:
     """Return the weights [D] of the columns. The weight of the constant column is not penalised."""
     shrunk = np.full(columns.shape[1], penalty)
+    # The constant sets the mean probability, and a penalty would pull it towards 0.5.
     shrunk[0] = 0.0
     sign = 2 * right - 1
 
@@ -226,6 +230,7 @@ def _sigmoid(values: Floats) -> Floats:
 
 
 def log_loss(right: Floats, scores: Floats) -> float:
+    # A single sure but wrong score would make the loss infinite.
     inside = np.clip(scores, 1e-6, 1 - 1e-6)
     return float(-np.mean(right * np.log(inside) + (1 - right) * np.log(1 - inside)))
 
@@ -235,6 +240,7 @@ def auc(right: Floats, scores: Floats) -> float:
     num_right, number = right.sum(), len(right)
     if not 0 < num_right < number:
         return 0.5
+    # This is the Mann-Whitney statistic: equal scores count one half.
     ranks = rankdata(scores)[right == 1].sum()
     return float((ranks - num_right * (num_right + 1) / 2) / (num_right * (number - num_right)))
 

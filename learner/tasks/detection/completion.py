@@ -65,10 +65,11 @@ Tally = NDArray[np.int64]  # [K + 1, 3] number of clusters by votes and relation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelCandidate:
-    """A cluster of objects of the answers to a sample, outside of ignore regions. `object` has the cluster's votes.
-    `names` counts the answers that give each name. `agreement`, from 0 to 1, is a product of three numbers: the share
-    of answers that have the object, the share of these answers that give its name, and the mean IoU of their boxes with
-    its box. `probability`, for free clusters, is the probability that box and name are right; None: not known."""
+    """A cluster: objects in several answers to one sample that are taken for one object, outside of ignore regions.
+    `object` has the cluster's votes. `names` counts the answers that give each name. `agreement`, from 0 to 1, is a
+    product of three numbers: the share of answers that have the object, the share of these answers that give its name,
+    and the mean IoU of their boxes with its box. `probability`, for free clusters, is the probability that box and name
+    are right; None: not known."""
 
     object: DetectionObject
     relation: Relation
@@ -153,6 +154,7 @@ class CompletionEstimate:
     def cannot_complete(self) -> bool:
         """Return True if labels have gaps that cannot be filled: `min_votes` is None, so no labels are added, and
         `may_be_complete` is False."""
+        # A sign that labels are not missing at random shows gaps, even if the estimate finds few missing labels.
         gaps = bool(self.not_random) or (self.missing or 0.0) > MISSING
         return gaps and self.min_votes is None and not self.may_be_complete
 
@@ -253,6 +255,7 @@ def _fit(confirms: Counts, near: Counts, free: Counts) -> _Fit | None:
     return _Fit(
         missing=ratio / (1 + ratio),
         surest=(float(num_all[-1] - of_all[-1]), float(num_all[-1])),
+        # All numbers of votes in the merged group get the precision of the group.
         precision=np.append(precision, [precision[-1]] * (len(near) - 1 - top)),
     )
 
@@ -278,6 +281,7 @@ def not_falling(parts: Counts, wholes: Counts) -> tuple[Counts, Counts]:
 def best_threshold(free: Counts, precision: Counts) -> tuple[int | None, str]:
     """Return the number of votes from which on clusters become labels. This number has the largest gain (right new
     labels minus wrong ones). If no choice gains labels, return None and the reason."""
+    # A cluster that is right with probability p gains p right labels and 1 - p wrong ones: 2 p - 1.
     gained = (free * (2 * precision - 1))[::-1].cumsum()[::-1]
     if gained.max() <= 0:
         return None, f"at most {precision.max():.0%} of what could be completed would be right"
@@ -286,6 +290,7 @@ def best_threshold(free: Counts, precision: Counts) -> tuple[int | None, str]:
 
 def _least_share(part: float, whole: float) -> float:
     """Return a lower bound of a share, one standard deviation below it, by Wilson's score interval."""
+    # Half a cluster is added to part and rest, so that an empty group has a bound too.
     whole += 1
     share = (part + 0.5) / whole
     spread = math.sqrt((share * (1 - share) + 1 / (4 * whole)) / whole)
@@ -316,6 +321,7 @@ def _apart(objects: Sequence[DetectionObject]) -> list[bool]:
     """Return for each object whether it is kept. An object that overlaps an earlier kept object is left out."""
     near, apart = iou_matrix(objects, objects) >= OVERLAP, np.zeros(len(objects), dtype=bool)
     for i in range(len(objects)):
+        # An object that was left out hides no later object, so only kept objects are compared.
         apart[i] = not near[i, apart].any()
     return apart.tolist()
 
