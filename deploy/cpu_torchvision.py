@@ -1,10 +1,11 @@
 """Make PyPI's torchvision importable beside a CPU build of torch: `python deploy/cpu_torchvision.py install`.
 
-PyPI has only torchvision's CUDA build. With CPU torch its compiled operators do not load, and its import fails
-with "operator torchvision::nms does not exist". vLLM's vision models import torchvision without using those operators.
-The import works once the operators' schemas are declared. Every process must declare them, also those that vLLM starts.
-So this file is copied into site-packages, and a `.pth` line there installs an import hook, which declares them just
-before torchvision is first imported. If a CPU build of torchvision is installed, nothing is copied.
+PyPI has only torchvision's CUDA build. With CPU torch, torchvision's compiled operators do not load, and its import
+fails with "operator torchvision::nms does not exist". vLLM's vision models import torchvision without using those
+operators. The import works once the operators' schemas are declared. Every process must declare the schemas, also the
+processes that vLLM starts. So this file is copied into site-packages, and a `.pth` line there installs an import hook,
+which declares them just before torchvision is first imported. If a CPU build of torchvision is installed, nothing is
+copied.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ COMMANDS = (
     *("evaluate", "find-missing", "report", "servers", "split", "schema"),
 )
 _OTHERS = f"Commands of {PROGRAM}: {', '.join(COMMANDS)}. Other programs: rollout-server, rollout-launch."
-# "\b" makes click keep these lines as they are. Otherwise it would break names at their hyphens.
+# "\b" makes click keep these lines as they are. Otherwise click would break names at their hyphens.
 OTHERS = "\b\n" + textwrap.fill(_OTHERS, 78, break_on_hyphens=False)
 _STDOUT = 1
 GROUP_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")
@@ -810,7 +810,7 @@ def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:
     # took 8 s, without it 41 s.
     if config.model.compile:
         keep_compiled(os.environ)
-    # On CPU a learner took 2.2 GiB after 2,000 photographs of many sizes. With these bounds it takes 1.3 GiB.
+    # On CPU a learner took 2.2 GiB after 2,000 photographs of many sizes. With these bounds a learner takes 1.3 GiB.
     for name, value in FEW_SHAPES.items():
         os.environ.setdefault(name, value)
     # On several nodes gloo must not use the loopback interface, through which ranks on other nodes cannot be reached.

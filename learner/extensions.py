@@ -149,8 +149,8 @@ class Task(Protocol):
         return None
 
     def rewards(self, assignment: Any, names: Collection[str]) -> Mapping[str, float]:
-        """Return, by name, this task's rewards that `names` has (keys of `reward.weights`). Each is finite, and larger
-        for better answers."""
+        """Return those rewards of this task that are in `names` (keys of `reward.weights`), by name. Each is finite,
+        and larger for better answers."""
         return {}
 
     def prefix_rewards(self, assignment: Any, weights: Mapping[str, float]) -> PrefixRewards | None:
@@ -211,8 +211,8 @@ class Callback:
 
     Made and called on rank 0 alone, in its main thread. A callback may write files, send messages and keep state; a
     resumed run makes a new one. A callback may not change weights or call torch.distributed: the other ranks wait for
-    it, at most `training.collective_timeout_s`. If it raises, the last whole step is saved, and the run ends on all
-    ranks with a CallbackError that names the callback.
+    it, at most `training.collective_timeout_s`. If a callback raises, the last whole step is saved, and the run ends on
+    all ranks with a CallbackError that names the callback.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -334,8 +334,8 @@ def check_extensions(config: RunConfig) -> None:
 
 
 def _find(key: str, path: str, what: str, *, arguments: Sequence[str] = ()) -> Any:
-    """Return the object at `module:name`. Raises ConfigErrors if it is not there, or cannot be called with
-    `arguments`."""
+    """Return the object at `module:name`. Raises ConfigErrors if there is no such object, or if it cannot be called
+    with `arguments`."""
     try:
         value = _import(path)
         if arguments:
@@ -379,7 +379,7 @@ def _load_file(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, Path(path).resolve())
     assert spec is not None, "its suffix is .py"
     assert spec.loader is not None
-    # dataclasses look their module up by its name while it is executed.
+    # A dataclass looks its module up by name while the module is executed.
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -426,7 +426,7 @@ def _check_call(value: Any, arguments: Sequence[str]) -> None:
 
 
 def _checked_task(path: str, value: Any) -> type[Task]:
-    """Return `value`. Raises ConfigErrors if it is not a class with everything that a `Task` has."""
+    """Return `value`. Raises ConfigErrors if `value` is not a class with everything that a `Task` has."""
     wanted, remedy = "a class with the methods of learner.extensions.Task", "see docs/extending.md"
     found = ""
     if not isinstance(value, type):

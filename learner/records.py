@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shared.errors import DataError
 
-if TYPE_CHECKING:  # not even numpy: `--check` imports this module, and must be quick
+if TYPE_CHECKING:  # even numpy is imported for types only: `--check` imports this module, and must be quick
     import numpy as np
     import torch
     from numpy.typing import NDArray

@@ -137,7 +137,7 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step. Raises Stopped if the run was asked to stop, ProjectError, or any other error that
-        ended it. Before it raises, it saves the last whole step, so that the run can be resumed."""
+        ended it. Before `run` raises, it saves the last whole step, so that the run can be resumed."""
         self.callbacks.make()
         try:
             self.train()
@@ -215,8 +215,8 @@ class Trainer:
         self.note_leftovers()
 
     def evaluates_first(self) -> bool:
-        """Return True if an evaluation is due before the first step of this process. After a resume it is due only if
-        the evaluation of that step was due and did not end, because a second evaluation would count towards
+        """Return True if an evaluation is due before the first step of this process. After a resume an evaluation is
+        due only if that step's evaluation was due and did not end, because a second evaluation would count towards
         `patience`."""
         training, step = self.config.training, self.state.global_step
         if training.eval_on_start and not self.best.values:

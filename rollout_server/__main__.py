@@ -169,12 +169,12 @@ def _console(config: ServerConfig) -> TextIO:
 
 
 def _prepare_environment(config: ServerConfig) -> None:
-    """Set the options that vLLM reads only from the environment. Variables that the user has set stay."""
+    """Set the options that vLLM reads only from the environment. Variables that the user has set are not changed."""
     settings = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
-        # All workers are on this machine. By default their gloo groups would listen at the address of the machine's
-        # name, and accept connections from anybody.
+        # All workers are on this machine. By default the workers' gloo groups would listen at the address of the
+        # machine's name, and accept connections from anybody.
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_HOST_IP": "127.0.0.1",
         # vLLM kills its CPU workers after 1 s, because they never end by themselves

@@ -251,9 +251,10 @@ def _add_rollout_routes(router: APIRouter, service: RolloutService) -> None:
     async def infer(request: Request, call: InferCall) -> Response:
         """Rollouts: one answer per request, in order.
 
-        A request is seeded with its `seed`. If it has none, its seed is made from the call's seed and the request's
-        place in the call (`RequestConfig`). A request whose `uuid` was answered before gets the same answer again. With
-        `Accept: application/x-ndjson`, the server sends one `AnswerLine` per request, as soon as the request ends.
+        A request is seeded with its `seed`. If the request has no `seed`, one is made from the call's seed and the
+        request's place in the call (`RequestConfig`). A request whose `uuid` was answered before gets the same answer
+        again. With `Accept: application/x-ndjson`, the server sends one `AnswerLine` per request, as soon as the
+        request ends.
         """
         if NDJSON in request.headers.get("accept", ""):
             lines = to_the_end("/infer/", service.answers(call), answer_line, error_line)

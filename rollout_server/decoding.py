@@ -87,7 +87,7 @@ class Budget:
     def take(self, num_pixels: int, closed: threading.Event) -> None:
         deadline = Deadline(self._timeout_s)
         with self._changed:
-            # A request waits only while other images are held. Without them, waiting would make no room for it.
+            # A request waits only while other images are held. If none are held, waiting would make no room.
             while self.num_held and self.num_held + num_pixels > self._most:
                 check_open(closed)
                 if deadline.is_over():

@@ -91,13 +91,13 @@ class Gate:
             raise self._poisoned()
 
     def open_group(self, incarnation: str) -> None:
-        """Note that a learner opened a group, which replaces any other group. Not allowed during an update."""
+        """Note that a learner opened a group, which replaces any other group. May not be called during an update."""
         assert self.update is None, "fail the update before its group is replaced"
         self._awaits_adapter = False
         self.incarnation = incarnation
 
     def close_group(self) -> None:
-        """Note that the group is closed. Not allowed during an update."""
+        """Note that the group is closed. May not be called during an update."""
         assert self.update is None, "fail the update before its group is closed"
         self.incarnation = ""
 

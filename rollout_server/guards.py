@@ -110,7 +110,7 @@ class Guard:
 
 class BodyLimit:
     """Refuses a body that is too large, arrives too slowly, or makes the bodies of all running calls too large
-    together. Also refuses a call if too many run, unless it is a probe.
+    together. A call is also refused if too many calls run, unless it is a probe.
 
     A body is refused as soon as its announced or its counted length exceeds a limit. A body counts until its call has
     ended, because its bytes stay in memory until then.

@@ -298,7 +298,7 @@ class _Watch:
         return [WeightVersionSpan(version=str(self.ver), start=0, end=self.num_tokens[choice]).model_dump()]
 
     def said(self, event: str) -> str:
-        """Return the event. If it ends choices, add the versions of their weights."""
+        """Return the event. If the event ends choices, add the versions of the choices' weights."""
         if _ENDS not in event:
             return event
         value = json.loads(event.removeprefix(_DATA))

@@ -23,8 +23,8 @@ SPIN_S = 0.005  # seconds of busy-waiting before a worker sleeps; two decoding s
 
 
 def sleep_when_idle() -> None:
-    """Shorten the busy-wait of queues that this process opens from now on, if there is no GPU. Call it before vLLM
-    makes the worker's queues."""
+    """Shorten the busy-wait of queues that this process opens from now on, if there is no GPU. Call `sleep_when_idle`
+    before vLLM makes the worker's queues."""
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
 

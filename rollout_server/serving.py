@@ -41,8 +41,8 @@ class _UvicornServer(uvicorn.Server):
             listener.listen(_BACKLOG)
 
     def listen_to_signals(self) -> None:
-        """Make each of `stop_signals` drain the server: running calls may end, then it stops. Call it in the main
-        thread, before serving starts."""
+        """Make each of `stop_signals` drain the server: running calls may end, then it stops. Call this method in the
+        main thread, before serving starts."""
         for signum in stop_signals():
             # uvicorn drains at SIGTERM and SIGINT, and then sends the signal again, to the handler that is set here.
             signal.signal(signum, self._hung_up if signum == signal.SIGHUP else signal.SIG_IGN)

@@ -233,8 +233,8 @@ class WeightUpdates:
         return call.model_copy(update={"timeout_s": min(call.timeout_s, MOST_SYNC_S)})
 
     def _weights(self, call: UpdateWeightsCall, loaded: WorkerReply) -> str:
-        """Return the digest of the weights that are served after this update. For an adapter it covers the base weights
-        too."""
+        """Return the digest of the weights that are served after this update. For an adapter the digest covers the base
+        weights too."""
         if call.mode == "adapter":
             return hashlib.blake2b(f"{self._full_weights} {loaded.weights}".encode(), digest_size=16).hexdigest()
         self._full_weights = loaded.weights
@@ -321,7 +321,7 @@ async def load_and_score(
 
 
 async def _score(engine: Engine, call: UpdateWeightsCall) -> ScoreReply:
-    """Return the canary's scores. Raises NotFiniteError if they are not finite even with a cleared cache."""
+    """Return the canary's scores. Raises NotFiniteError if the scores are not finite even with a cleared cache."""
     async with engine.together(call.canary):
         try:
             return await score(engine, call.canary, call.ver, through_cache=True)

@@ -115,14 +115,14 @@ class SyncWorker:
 
     @_answering
     def sync_poll(self, slice_s: float) -> WorkerReply:
-        """Continue the update. Once it has ended, return its last reply again."""
+        """Continue the update. Once the update has ended, return its last reply again."""
         if self._sync_receiving is None:
             raise SyncError("no update is under way")
         return self._sync_receiving.advance(slice_s)
 
     @_answering
     def sync_clear_cache(self) -> WorkerReply:
-        """Fill the KV cache with zeros (on CPU only if it holds NaN). Call it while nothing is generated."""
+        """Fill the KV cache with zeros (on CPU only if it holds NaN). Call this method while nothing is generated."""
         _clear(self.model_runner.kv_caches)
         return WorkerReply()
 

@@ -26,7 +26,7 @@ def is_loopback(host: str) -> bool:
 
 def listen(host: str, port: int, *, what: str) -> socket.socket:
     """Return a socket that listens at `host:port`; port 0: any free port. Raises ServerError, which says that `what`
-    cannot listen. Print the address only once this has returned: until then another program may have the port."""
+    cannot listen. Print the address only once `listen` has returned: until then another program may have the port."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     # Without this option the port of a server that has just ended would seem taken for a while.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -88,8 +88,8 @@ class EngineImages:
             del self.renderer.process_for_engine
 
     def seen(self, rendered: EngineInput) -> list[Future[ProcessedImage] | None]:
-        """Start to compute the digests of a rendered prompt's images. Return their futures in order; None for an image
-        whose pixels are not known."""
+        """Start to compute the digests of a rendered prompt's images. Return the digests' futures in order; None for an
+        image whose pixels are not known."""
         hashes, items = (rendered.get(field, {}).get("image", ()) for field in ("mm_hashes", "mm_kwargs"))
         with self._lock:
             return [self._of(key, item) for key, item in zip(hashes, items, strict=True)]
@@ -154,8 +154,8 @@ class Look:
         self._seen: Seen = ()
 
     async def render(self, **options: bool) -> EngineInput:
-        """Return the prompt as the engine takes it, with processed images. Send it at once: vLLM's cache now counts its
-        images as sent. For another try, render again."""
+        """Return the prompt as the engine takes it, with processed images. Send the prompt at once, because vLLM's
+        cache now counts its images as sent. For another try, render again."""
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         renderer = self._images.renderer

@@ -114,8 +114,8 @@ def check_folder(path: str, *, key: str, allow_untested: bool) -> None:
 
 
 def text_only(path: str) -> str:
-    """Return the family of the model in a folder, or of an adapter's base, if it takes no images. "" for other models
-    and for models that are not on this machine."""
+    """Return the family of the model in a folder, or of an adapter's base, if it takes no images. Return "" for other
+    models and for models that are not on this machine."""
     adapter = _read(Path(path) / "adapter_config.json")
     config = _read(Path(str(adapter.get("base_model_name_or_path", "")) if adapter else path) / "config.json")
     if config is None:

@@ -18,7 +18,8 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def unlinked(path: str, flags: int) -> int:
-    """Return the descriptor of an opened file. Raises OSError if the path is a link. Pass it to `open` as `opener`."""
+    """Return the descriptor of an opened file. Raises OSError if the path is a link. `unlinked` is for the argument
+    `opener` of `open`."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 

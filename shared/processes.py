@@ -56,7 +56,7 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 @contextmanager
 def held_back(signum: signal.Signals) -> Iterator[None]:
     """Delay the signal until the end of the block. Processes that start inside the block, and their children, never get
-    the signal. Call it in the main thread."""
+    the signal. Use this block in the main thread only."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signum])
     try:
         yield

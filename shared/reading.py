@@ -19,7 +19,8 @@ _MARK = b"\xef\xbb\xbf"  # a byte order mark, as some editors and Windows tools 
 
 
 def json_in(path: Path) -> Any:
-    """Return the value in a JSON file. Raises ValueError, and OSError, also for a pipe: reading it might never end."""
+    """Return the value in a JSON file. Raises ValueError. Raises OSError, also for a pipe, because reading a pipe might
+    never end."""
     _refuse_other_than_file(path)
     return json_of(path.read_bytes())
 

@@ -388,8 +388,8 @@ class UpdateWeightsCall(WireModel):
 
 class ExpectScoresCall(WireModel):
     """The learner's log-probabilities of the canary of update `ver`, which the server compares with its own. The
-    learner computes them before the update begins, and sends them after the last bucket. The answer to this call only
-    confirms that they have arrived; the answer to `/update_weights/` is the verdict."""
+    learner computes its log-probabilities before the update begins, and sends them after the last bucket. The answer to
+    this call only confirms that they have arrived; the answer to `/update_weights/` is the verdict."""
 
     incarnation: Name
     ver: int = Field(ge=0, lt=2**63)

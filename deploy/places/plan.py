@@ -37,8 +37,8 @@ HEADER = "# Written by `rollout-launch --to {place}` from {source}. Do not edit:
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PART = re.compile(r"\[[\d:%]*\]$")
-# Keys of both programs whose values are paths: WRITTEN if a run writes there, READ if it only reads. A test checks that
-# no such key is missing.
+# Keys of both programs whose values are paths: WRITTEN if a run writes to the path, READ if a run only reads it. A test
+# checks that no such key is missing.
 WRITTEN = frozenset({"output_dir", "write", "log_dir"})
 READ = frozenset(
     {"path", "train", "val", "test", "image_root", "annotation_root", "resume_from_checkpoint", "discovery", "model"}

@@ -176,8 +176,8 @@ class Answers:
         return backend
 
     def _require_same_weights(self, url: str, status: ServerStatus) -> None:
-        """Raises ServerMismatchError if the server's weights are not those of `--model`: only for these were the prompt
-        and the calibration of scores made."""
+        """Raises ServerMismatchError if the server's weights are not those of `--model`: prompt and calibration were
+        made for the weights of `--model` only."""
         # These cannot be compared: weights that a run has synced are in no file, and an adapter's file is not the
         # merged model.
         if status.ver or not status.weights or self._model.has_adapter:

@@ -51,7 +51,7 @@ def calibrate(options: CalibrateOptions) -> int:
     tell_warnings(model, console)
     require_boxes(model)
     out = options.out or model.folder / CALIBRATION_NAME
-    # Checked before the model answers: if the file could not be written, hours of answers would be lost.
+    # The folder is checked before the model answers: if the file could not be written, hours of answers would be lost.
     require_writable(out.parent)
     numbers = sorted(set(options.samples))
     asked = replace(options.asked, samples=numbers[-1])

@@ -142,7 +142,8 @@ def shown_from(detector: Detector, options: Options) -> float:
 def _finish(detector: Detector, store: Store, inputs: Inputs, options: Options, skipped: Sequence[str]) -> Path:
     predictions, conf, known = store.predictions(), shown_from(detector, options), detector.calibration
     classes = detector.model.settings.classes
-    # Category ids are the annotation file's. If it has none, the model's classes are numbered from 1, in their order.
+    # Category ids are the annotation file's. If the file has no ids, the model's classes are numbered from 1, in their
+    # order.
     write_results(options.out, predictions, inputs.categories or {name: i for i, name in enumerate(classes, 1)}, conf)
     score_note = (
         f"A score is the probability that the box is right, calibrated on {known.num_images} validation images."

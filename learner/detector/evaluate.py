@@ -4,7 +4,7 @@ Compares detectors on an annotation file: files first, then models, in the order
 compared with all earlier detectors. Prints a table, and writes `evaluation.json` and `index.html`.
 
 The models also answer the images of the annotation files of `--retain`. The results show what each model gained or lost
-there, compared with the first model.
+on these files, compared with the first model.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def evaluate(options: EvaluateOptions) -> int:
     _require_detectors(options)
     if not options.overwrite:
         _require_free(options.out)
-    # Checked before the models answer: if the files could not be written, hours of answers would be lost.
+    # The folder is checked before the models answer: if the files could not be written, hours of answers would be lost.
     require_writable(options.out)
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     samples, found = _found(options, console)
@@ -203,7 +203,7 @@ def _require_free(out: Path) -> None:
 
 
 def _is_evaluation(file: Path) -> bool:
-    """Return True if `evaluate` wrote the file. So it also wrote the page, which comes later."""
+    """Return True if `evaluate` wrote the file. Then the page beside it is also from `evaluate`."""
     try:
         rows = json_of(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

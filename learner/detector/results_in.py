@@ -341,7 +341,7 @@ class _Naming:
 
     def _refuse_strangers(self, path: Path, named: Sequence[str | None]) -> None:
         """Raises DataError for class numbers without a name, for names that the annotations lack, and for names in
-        another spelling than the annotations'. Also raises it if no name is known."""
+        another spelling than the annotations'. Also raises DataError if no name is known."""
         alike = {_folded(name): name for name in self.known}
         strange: Counter[str] = Counter()
         for row, name in zip(self.rows, named, strict=True):

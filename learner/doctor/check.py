@@ -226,7 +226,7 @@ def check_machine(
 ) -> int:
     """Check a run of `world_size` ranks and this machine, print the results as text or as one JSON object, and return
     the exit code. `devices`: the run is a launch that starts its servers on this machine and uses these CUDA devices.
-    Otherwise its servers are asked. Raises ConfigErrors if the configuration cannot be read."""
+    Otherwise the run's servers are asked. Raises ConfigErrors if the configuration cannot be read."""
     from learner.doctor import machine, server_checks
     from learner.doctor.data_report import in_words
 

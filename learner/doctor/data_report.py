@@ -1,8 +1,8 @@
 """Makes the report of `check` on a run's data and length, as values for `--json` and as lines for people.
 
 In: the configuration, and the splits as they were read. Out: what is in each split and what looks wrong, the
-photographs that two splits share, and how much of a photograph the model sees. Also the run's steps and epochs, and the
-time that they take if an earlier run in `output_dir` shows it.
+photographs that two splits share, and how much of a photograph the model sees. The report also has the run's steps and
+epochs, and the time that they take if an earlier run in `output_dir` shows it.
 """
 
 from __future__ import annotations

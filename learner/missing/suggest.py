@@ -108,7 +108,7 @@ def suggest(
     from learner.detector.calibration import asked_as
 
     require_boxes(model)
-    # Checked before the model answers: if the file could not be written, hours of answers would be lost.
+    # The folder is checked before the model answers: if the file could not be written, hours of answers would be lost.
     _require_new(out)
     # Annotations whose format this project cannot write are refused before the model is asked.
     writable_annotations(data, data.train)

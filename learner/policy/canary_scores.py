@@ -3,14 +3,14 @@
 In: a policy and fixed answers to a few prompts. Out: a `CanaryScorer`, which is called at every sync. The scorer
 computes the answers' log-probabilities with the weights as they are sent: adapters merged, values rounded to the type
 in which they are sent. A server with exactly these values gives the same log-probabilities, except for differences
-between kernels. The effect of merging and rounding is reported separately, as `merge_gap`. To measure it, a second pass
-uses the weights as trained. If passes are not captured (see below), only every `MERGE_GAP_EVERY`th sync makes this
-second pass, and the other syncs report the last gap.
+between kernels. The effect of merging and rounding is reported separately, as `merge_gap`. To measure this gap, a
+second pass uses the weights as trained. If passes are not captured (see below), only every `MERGE_GAP_EVERY`th sync
+makes this second pass, and the other syncs report the last gap.
 
-On CUDA, a forward pass is captured once as a CUDA graph (`pass_graph.py`). Replaying it takes the host a millisecond;
-launching every kernel of a model of 4B from Python takes 0.16 s. A pass with images reads values on the host, so while
-it is captured (in the second call) no other thread may wait for the device. Passes are not captured if weights move
-(offloading) or are sharded, or if the device has no memory for a graph.
+On CUDA, a forward pass is captured once as a CUDA graph (`pass_graph.py`). Replaying the graph takes the host a
+millisecond; launching every kernel of a model of 4B from Python takes 0.16 s. A pass with images reads values on the
+host, so while it is captured (in the second call) no other thread may wait for the device. Passes are not captured if
+weights move (offloading) or are sharded, or if the device has no memory for a graph.
 
 The device replays the pass at the same time as later work (`SideStream`). The replay reads the policy's weights, so
 call `CanaryScores.join` before they change.
@@ -114,7 +114,7 @@ class _Sent:
         # The modules are listed once, because finding them takes longer than a pass.
         replaced = list(replaced_modules(model, dtype, merged=merged))
 
-        # Answers are scored with the weights as they are sent. When they were scored with the weights as trained, a
+        # Answers are scored with the weights as they are sent. When answers were scored with the weights as trained, a
         # correct run (LoRA, bf16) ended in its third step, because merging and rounding made a gap of 0.29 nats.
         within = partial(as_sent, model, dtype, merged=merged, replaced=replaced, checksums=checksums)
         self.scorer = RepeatedLogprobs(policy, answers, within) if replaced else None
@@ -223,8 +223,8 @@ class RepeatedLogprobs:
                 # end of the run.
                 self._record = self._graph = None
             return self._pass()
-        # Only the graph runs on the side stream, because it has memory of its own. Memory that other work allocated
-        # there could not be used on other streams.
+        # Only the graph runs on the side stream, because it has memory of its own. Memory that other work allocated on
+        # the side stream could not be used on other streams.
         with nullcontext() if self._side is None else self._side.entered():
             return self._graph()
 

@@ -85,8 +85,8 @@ def compiling() -> Iterator[None]:
     """Let compiled layers and losses run inside the block. Raises ConfigError if the compiler fails, which it does at
     the first row."""
     try:
-        # Without this option torch treats a layer's float (an epsilon, which never changes) as an input. After tracing
-        # it finds that a kernel needs the number, and traces again. No cache keeps the first trace.
+        # Without this option torch treats a layer's float (an epsilon, which never changes) as an input. After tracing,
+        # torch finds that a kernel needs the number, and traces again. No cache keeps the first trace.
         with torch._dynamo.config.patch(specialize_float=True):
             yield
     except TorchDynamoException as error:
@@ -113,7 +113,7 @@ def _not_worth_it(model: PreTrainedModel, device: torch.device) -> str:
 
 
 def _compiler_obstacle(device: torch.device) -> str:
-    """Try torch.compile with a tiny function. Returns "" if it works, else the reason why it does not."""
+    """Try torch.compile with a tiny function. Returns "" if the compiler works, else the reason why it does not."""
     try:
         torch.compile(_trial, backend=BACKEND)(torch.ones(8, device=device))
     except Exception as error:  # a missing compiler, header or package raises many types

@@ -59,7 +59,7 @@ def export_model(policy: Policy, path: Path, *, dtype: torch.dtype) -> None:
 def load_weights(path: Path, policy: Policy) -> None:
     """Load the weights that `save_model` wrote at `path` into the policy. With an adapter only its weights are loaded.
 
-    Raises CheckpointError if they do not fit the model."""
+    Raises CheckpointError if the weights do not fit the model."""
     try:
         if policy.adapter is not None:
             own = peft.get_peft_model_state_dict(policy.adapter, save_embedding_layers=False)

@@ -328,8 +328,8 @@ def load_policy(
     `grpo`: the settings of a policy gradient.
 
     The path may also be an adapter's folder (a checkpoint of a LoRA/DoRA run): then its base model is loaded too.
-    Raises ConfigError if there is no model at the path, or its family is untested or known not to work. Also raises it
-    if packed rows or sharding do not support the model, or if `compile: true` fails.
+    Raises ConfigError if there is no model at the path, or its family is untested or known not to work. Also raises
+    ConfigError if packed rows or sharding do not support the model, or if `compile: true` fails.
     """
     base_path = lora.base_model_path(config) or config.path
     # A sharded model may not fit one device, so it is loaded into host memory.

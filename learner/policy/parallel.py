@@ -2,8 +2,8 @@
 
 In: torchrun's environment and a timeout. Out: `Ranks`, which all code that communicates between ranks gets.
 
-Gradients are summed locally over a step's rows. Then they are reduced over ranks once, in flat float32 buckets, in the
-same order on all ranks. Numbers and objects are sent by gloo, even if tensors are sent by NCCL.
+Gradients are summed locally over a step's rows. Then the sums are reduced over ranks once, in flat float32 buckets, in
+the same order on all ranks. Numbers and objects are sent by gloo, even if tensors are sent by NCCL.
 
 Invariants: every rank makes the same calls in the same order. A rank without a gradient for a parameter contributes
 zeros. After `broadcast_parameters` and equal updates all ranks hold equal weights, bit for bit.
@@ -133,7 +133,8 @@ _ROLL_CALL_S = 2.0  # seconds in which healthy ranks report a failed collective:
 
 def absent_ranks(rank: int, world_size: int) -> list[int]:
     """Return the ranks that are missing after a collective has failed. Every rank that notices the failure calls this
-    and reports itself. The missing ranks do not, because they hang or have ended. [] if this cannot be found out."""
+    and reports itself. Missing ranks report nothing, because they hang or have ended. [] if this cannot be found
+    out."""
     missing: list[int] = []
 
     def call_the_roll() -> None:
@@ -204,7 +205,7 @@ def broadcast_parameters(module: torch.nn.Module, ranks: Ranks) -> None:
 def reduce_gradients(parameters: Sequence[torch.nn.Parameter], ranks: Ranks, *, weight_sum: float) -> None:
     """Replace this rank's summed gradients, on every rank, by the gradients of the weighted mean loss over all ranks.
 
-    `weight_sum`: sum of the step's loss weights over all ranks. If it is 0, every gradient becomes 0.
+    `weight_sum`: sum of the step's loss weights over all ranks. If `weight_sum` is 0, every gradient becomes 0.
     """
     # torch's DistributedDataParallel is not used: it reduces during the last backward pass, and ranks may have
     # different numbers of rows.

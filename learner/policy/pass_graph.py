@@ -70,8 +70,8 @@ class PassGraph:
 
     @classmethod
     def of(cls, run: Pass, weights: Iterable[torch.Tensor], record: Record = cuda_graph) -> PassGraph | None:
-        """Return the pass `run` captured as a graph. If it cannot be captured, return None and log the reason. If `run`
-        reads on the host, no other thread may wait for the device meanwhile."""
+        """Return the pass `run` captured as a graph. If the pass cannot be captured, return None and log the reason. If
+        `run` reads on the host, no other thread may wait for the device meanwhile."""
         notes = Notes(weights)
         with notes.noting():
             now = run()
@@ -99,8 +99,8 @@ class PassGraph:
 
 
 def _differs(notes: Notes, run: Pass, before: torch.Tensor) -> str:
-    """Run the pass with the recorded values. Return how it differs from the recorded pass, whose output is `before`; ""
-    if it does not differ."""
+    """Run the pass with the recorded values. Return how the new pass differs from the recorded pass, whose output is
+    `before`; "" if it does not differ."""
     try:
         with notes.repeating(), _no_waits() if notes.reads and before.is_cuda else nullcontext():
             again = run()
@@ -154,7 +154,7 @@ class Notes:
     @contextmanager
     def repeating(self) -> Iterator[None]:
         """Let a pass inside the block use the recorded values instead of reading and copying. Raises OtherPassError if
-        its reads and copies are not those of the recorded pass."""
+        the pass reads or copies otherwise than the recorded pass."""
         self._next = 0
         with _watched(self._repeat_factory, self._repeat_operation):
             yield

@@ -1,10 +1,9 @@
 """FSDP2: each rank holds its part of every parameter, gradient and moment, for models that do not fit one device.
 
-In: a model in host memory, and the ranks. Out: a `ShardedForward`, which runs every forward pass. Also functions: one
-gathers a whole tensor from the ranks' parts, another cuts a rank's part from a whole tensor. No other module handles a
-DTensor (FSDP's type of a sharded tensor). A layer of the decoder or of the vision tower is whole on a device only while
-it computes. The rest of the model (embeddings, head, the first and last layers of the vision tower) is whole during a
-pass.
+In: a model in host memory, and the ranks. Out: a `ShardedForward`, which runs every forward pass. Functions gather a
+whole tensor from the ranks' parts, and cut a rank's part from a whole tensor. No other module handles a DTensor (FSDP's
+type of a sharded tensor). A layer of the decoder or of the vision tower is whole on a device only while it computes.
+The rest of the model (embeddings, head, the first and last layers of the vision tower) is whole during a pass.
 
 Invariants: the whole model is never on one device. All ranks make the same passes and the same calls of `whole` in the
 same order, because each is a collective. Every pass uses every layer: a row without an image gets a blank one
@@ -53,7 +52,7 @@ class ShardedForward(torch.nn.Module):
             # include the head, which the learner applies in the loss.
             result: torch.Tensor = self(work)
             if not torch.is_grad_enabled():
-                # `reshard` frees the gathered weights. In a pass with gradients, the backward pass does that.
+                # `reshard` frees the gathered weights. In a pass with gradients, the backward pass frees the weights.
                 self.reshard()
         return result
 

@@ -51,8 +51,8 @@ class CheckpointWeights:
         self._merges: dict[str, Callable[[torch.dtype, torch.device | None], torch.Tensor]] = {}
         shapes = self._shapes(None)
         stored = revert_weight_conversion(model, dict(shapes))
-        # False if the checkpoint splits or fuses some of the model's tensors. Then all tensors are needed at once to
-        # make the checkpoint's tensors from them.
+        # `_stored_as_is` is False if the checkpoint splits or fuses some of the model's tensors. Then all tensors are
+        # needed at once to make the checkpoint's tensors from them.
         self._stored_as_is = stored.keys() == shapes.keys() and all(stored[n] is t for n, t in shapes.items())
         if not self._stored_as_is and any(map(is_part, self._own.values())):
             raise ConfigError(
@@ -110,7 +110,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     2**64. The host does not wait for the device.
 
     Zeros between the tensors of a bucket add nothing, so the bucket's sum is the sum of its tensors' sums. If values
-    have changed, the sum almost surely differs. If values have only changed places, it does not.
+    have changed, the sum almost surely differs. If values have only changed places, the sum stays the same.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.numel() % 8 or data.storage_offset() % 8:

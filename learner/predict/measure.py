@@ -189,7 +189,7 @@ class _Model:
         return known, np.array([(len(s.objects), len(own), sum(own)) for s, own in zip(samples, free, strict=True)])
 
     def split(self, greedy: Sequence[Assignment]) -> tuple[MeasuredSplit, NDArray[np.float64]]:
-        """Measure the scenes with these greedy answers. Return their counts and losses, and the array
+        """Measure the scenes with these greedy answers. Return the scenes' counts and losses, and the array
         `Measured.exposure`."""
         began = time.monotonic()
         nats, exposure = np.zeros((len(greedy), 2)), np.zeros((len(greedy), len(KINDS), 3))

@@ -154,7 +154,7 @@ def _finds_all(found: Mapping[str, FeatureEstimate], gaps: Rule) -> Rule:
 
 def better_places(found: Mapping[str, FeatureEstimate], *, least_low: float = HEADROOM) -> Rule:
     """Return the rule that recommends grpo. The rule holds if the best of K answers is better in places than the greedy
-    answer: by more than HEADROOM, and with an interval above `least_low`. Also the K answers must differ in enough
+    answer: by more than HEADROOM, and with an interval above `least_low`. The K answers must also differ in enough
     scenes."""
     headroom, silent = found["headroom_places"], found["no_signal"]
     reason = (

@@ -107,8 +107,8 @@ class Follower:
 
 
 class LiveView:
-    """Makes the page of one run. Each call of `now` reads the run's files again. Only one thread may call it at a time.
-    `token`: the servers' token; None: it is not sent."""
+    """Makes the page of one run. Each call of `now` reads the run's files again. Only one thread may call `now` at a
+    time. `token`: the servers' token; None: it is not sent."""
 
     def __init__(self, run_dir: Path, token: str | None) -> None:
         self._follower, self._run_dir, self._token = Follower(run_dir), run_dir, token
@@ -191,8 +191,8 @@ class LiveView:
         return Table(head, [[*row, *status] for row, status in zip(rows, told, strict=True)]) if rows else None
 
     def _server(self, url: str) -> list[str]:
-        """Ask a server for its status. Return as texts: its gate (whether it accepts calls), or why that is not known,
-        its weights' version, and the numbers of calls in flight and waiting."""
+        """Ask a server for its status. Return four texts: the server's gate (whether it accepts calls) or why the gate
+        is not known, the version of its weights, and the numbers of calls in flight and waiting."""
         if (hidden := _HIDDEN.search(url)) is not None:
             # The variable's value is not filled in, even if it is set here: the author of the run's files chose the
             # host that would get the value.
@@ -213,8 +213,8 @@ class LiveView:
 
 
 def members(run_dir: Path, run: RunRecord) -> list[tuple[str, str | tuple[str, str]]]:
-    """Return each server's URL, and its state in the run with the reason, as the run wrote them last. If it has written
-    none yet, return the servers of its configuration, with an en dash as state."""
+    """Return each server's URL, and its state in the run with the reason, as the run wrote them last. If the run has
+    written no states yet, return the servers of its configuration, with an en dash as state."""
     try:
         return [
             (str(server["base_url"]), (str(server["state"]), str(server["because"])))

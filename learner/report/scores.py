@@ -176,7 +176,7 @@ def f1_estimate(scenes: Sequence[Scene]) -> F1Estimate:
 
 def f1_gain(before: Sequence[Scene], after: Sequence[Scene]) -> F1Estimate | None:
     """Return F1@0.5 of `after` minus F1@0.5 of `before`, over the scenes that both have. For the interval, the same
-    scenes are drawn from both. None if they have no scene in common."""
+    scenes are drawn from both. None if `before` and `after` have no scene in common."""
     earlier = {scene.scene_id: scene for scene in before}
     common = [scene for scene in after if scene.scene_id in earlier]
     if not common:

@@ -10,8 +10,8 @@ A page is a web application with a few paths. Its links and fetches are relative
 Invariants: only those who know the URL can open a page, because its path begins with 128 random bits. Other web sites
 cannot read a page through the user's browser: requests must name this machine as `Host`, and no other origin is
 allowed. Every answer, also an error, has HEADERS, so that browsers run no file as a script, and show no page in a frame
-of another site. Of all files, only images are sent. Tests call an application without the random path, at the base URL
-http://127.0.0.1.
+of another site. Images are the only files that are sent. Tests call an application without the random path, at the base
+URL http://127.0.0.1.
 """
 
 from __future__ import annotations

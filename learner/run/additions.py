@@ -10,8 +10,8 @@ The copy says where a new object comes from, in the fields `origin`, `votes` and
 fields.
 
 `RunAnnotations` writes the annotations of a run with completed labels, again after each completion. An old file is
-replaced only if its digest is in `labels/written.json` in the run directory. Then the run wrote it, and nobody has
-changed it since.
+replaced only if its digest is in `labels/written.json` in the run directory. Such a file was written by the run, and
+nobody has changed it since.
 """
 
 from __future__ import annotations
@@ -301,8 +301,8 @@ def _seen_from(new: Path, name: str, old: Path, nearby: Nearby | None = None) ->
 
 
 def _in_new_folder(out: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write into a new folder beside `out`, then rename this folder to `out`. If that fails, nothing is
-    left. Raises OutputError."""
+    """Let `fill` write into a new folder beside `out`, then rename this folder to `out`. If `fill` or the rename fails,
+    nothing is left. Raises OutputError."""
     work = out.with_name(f".{out.name}.{os.getpid()}")
     with writing(out):
         _remove(work)

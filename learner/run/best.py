@@ -133,7 +133,7 @@ def point_best(root: Path, target: Path) -> None:
     """Make `root/best` a link to the checkpoint `target`, a path that is absolute or relative to `root`. Raises
     OutputError if the link cannot be made."""
     with writing(root):
-        # A link cannot be overwritten. The rename replaces it at once, so there is always a `best`.
+        # A link cannot be overwritten. The rename replaces the old link at once, so `best` always exists.
         link, work = root / BEST_LINK, root / f".{BEST_LINK}.partial"
         work.unlink(missing_ok=True)
         work.symlink_to(target)

@@ -119,7 +119,8 @@ class AppendedLines:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Run the `with` block, which writes `path`. If it raises OSError, raises OutputError, which names `path`."""
+    """Run the `with` block, which writes `path`. If the block raises OSError, raises OutputError, which names
+    `path`."""
     try:
         yield
     except OSError as error:

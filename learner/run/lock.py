@@ -1,7 +1,7 @@
 """Lets only one run at a time use `training.output_dir`.
 
 Rank 0 holds a lock (`flock`) on a file in that folder. The lock ends with rank 0's process, however the process ends.
-Processes that it forks do not hold the lock. On a file system without locks, no run is refused.
+Processes that rank 0 forks do not hold the lock. On a file system without locks, no run is refused.
 
 Other users may be able to write to the folder. So the lock file is refused if it is a link or has a second hard link:
 writing to it would change another file.
@@ -30,7 +30,7 @@ _held: set[int] = set()  # descriptors of the lock files that this process has l
 
 
 def _close_in_child() -> None:
-    """Close the lock files in a forked process. Otherwise it would keep the lock after its parent's end."""
+    """Close the lock files in a forked process. Otherwise the child would keep the lock after its parent's end."""
     while _held:
         os.close(_held.pop())
 
@@ -84,8 +84,8 @@ def is_running(run_dir: Path) -> bool:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open the lock file and return its descriptor. Raises ConfigError if it is a link, has other hard links, or is no
-    regular file, OSError if it cannot be opened."""
+    """Open the lock file and return its descriptor. Raises ConfigError if the file is a link, has other hard links, or
+    is no regular file. Raises OSError if it cannot be opened."""
     found = "a link" if path.is_symlink() else ""
     if not found:
         # If the file has become a link since then, `os.open` raises OSError.

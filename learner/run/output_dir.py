@@ -112,8 +112,8 @@ def claim_output_dir(
     goes_on: bool = False,
 ) -> RunConfig:
     """Take the folder for this run, before any rank writes. Rank 0 checks the folder, and with `training.overwrite`
-    removes an old run. If that fails, all ranks raise rank 0's error. Collective. Returns the configuration that the
-    run must use. No other run can take the folder until `stack` is closed.
+    removes an old run. If rank 0 fails, all ranks raise its error. Collective. Returns the configuration that the run
+    must use. No other run can take the folder until `stack` is closed.
 
     `agent`: the name of this rank's torchrun (`torchrun_agent`). If a rank's torchrun has taken the folder before, it
     has restarted its ranks after a failure. Then the run goes on from its newest checkpoint, or from the beginning if
@@ -155,7 +155,7 @@ def _claimed_by(agents: Set[str], run_dir: Path) -> bool:
 
 def _restarted(config: RunConfig) -> RunConfig:
     """Return the configuration of a run that is restarted after a failure. The run resumes from the newest checkpoint
-    in its folder, even if it was first resumed from another checkpoint. Without a checkpoint it begins again."""
+    in its folder, even if it was first resumed from another checkpoint. Without a checkpoint the run begins again."""
     has_checkpoint = any(Path(config.training.output_dir).glob("checkpoint-*/manifest.json"))
     # Without a checkpoint the folder is overwritten, because its files are from an earlier start of this same run.
     change = {"resume_from_checkpoint": "latest"} if has_checkpoint else {"overwrite": True}
@@ -227,8 +227,8 @@ def check_resume(config: RunConfig) -> None:
 
 
 def clear_output_dir(config: RunConfig) -> list[str]:
-    """With `training.overwrite`, remove the files of an old run, and return their names. Without it, or if the run
-    resumes, nothing is removed."""
+    """With `training.overwrite`, remove the files of an old run, and return their names. Without `training.overwrite`,
+    or if the run resumes, nothing is removed."""
     run_dir = Path(config.training.output_dir)
     if not config.training.overwrite or _resumes(config) or not traces_of_run(run_dir):
         return []

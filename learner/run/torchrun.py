@@ -38,7 +38,8 @@ def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> i
     logging.disable(logging.ERROR)
     try:
         numbers = ["--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
-        # torchrun writes its ranks' error files there. If it is killed, the next start removes the folder.
+        # torchrun writes its ranks' error files into this folder. If torchrun is killed, the next start removes the
+        # folder.
         folder = locked_folder("torchrun-", Path(tempfile.gettempdir()))
         run.run(run.parse_args(["--standalone", *numbers, "--log-dir", folder, *command]))
     except ChildFailedError as error:

@@ -1,5 +1,6 @@
-"""Makes the rollout backend and its weight sync from a configuration. Before they are returned, they have reached the
-servers or started the colocated engine. So their errors are raised before the first step. The caller closes them.
+"""Makes the rollout backend and its weight sync from a configuration. Backend and sync are returned only after they
+have reached the servers or started the colocated engine. So their errors are raised before the first step. The caller
+closes backend and sync.
 """
 
 from __future__ import annotations

@@ -58,14 +58,14 @@ class Document(dict[str, object]):
 def load_yaml(path: str | Path, env: Mapping[str, str] = os.environ, overrides: Sequence[str] = ()) -> Document:
     """Return the file with its bases, variables filled in, and `path.to.key=VALUE` overrides applied.
 
-    Raises ConfigErrors if it is not a YAML mapping at all.
+    Raises ConfigErrors if the file is not a YAML mapping at all.
     """
     return Document(read_composed(Path(path), env, overrides), str(path))
 
 
 def load_alone(path: Path) -> Document:
-    """Return a file that no user named, such as one beside a model. So its bases are not read and `${VAR}` is not
-    filled in (D24). Raises ConfigErrors."""
+    """Return a file that no user named, such as one beside a model. The file's bases are not read and its `${VAR}` are
+    not filled in (D24). Raises ConfigErrors."""
     return Document(read_alone(path), str(path))
 
 

@@ -11,7 +11,7 @@ win: mappings merge key by key, other values are replaced. `${VAR}` inside a str
 variable's text and stays a string; `$${` is a literal `${`.
 
 An override is `path.to.key=VALUE` from the command line, VALUE in YAML. An override is applied over the file: a mapping
-is merged, other values are replaced. Messages give its place as `COMMAND_LINE`.
+is merged, other values are replaced. Messages give an override's place as `COMMAND_LINE`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Parsed:
 
 
 def parse_text(raw: bytes, file: str) -> Parsed:
-    """Return the values of one YAML document. Raises ConfigErrors if it cannot be read at all."""
+    """Return the values of one YAML document. Raises ConfigErrors if the document cannot be read at all."""
     builder = _Builder(file)
     node = _compose(raw, file)
     if node is not None:

@@ -31,7 +31,8 @@ _HALVES = (".lora_A.weight", ".lora_B.weight")
 
 
 def adapt_linear_layers_only() -> None:
-    """Keep this process's engine from adapting embeddings and the output head. Call it before the model is loaded."""
+    """Keep this process's engine from adapting embeddings and the output head. Call this function before the model is
+    loaded."""
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
     load = LoRAModelRunnerMixin.load_lora_model
@@ -41,8 +42,8 @@ def adapt_linear_layers_only() -> None:
         runner: GPUModelRunner, model: torch.nn.Module, *args: object, **kwargs: object
     ) -> torch.nn.Module:
         for module in model.modules():
-            # vLLM's adapted head expects one row per request. `/score/` has one per prompt token, and two such requests
-            # in a batch crash the engine on CPU.
+            # vLLM's adapted head expects one row per request. `/score/` has one row per prompt token, and two such
+            # requests in a batch crash the engine on CPU.
             if getattr(module, "embedding_modules", None):
                 module.embedding_modules = {}  # type: ignore[assignment]
         return load(runner, model, *args, **kwargs)

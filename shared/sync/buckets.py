@@ -44,7 +44,8 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
-    """Return the name, dtype and shape of a tensor for the other side. `dtype`: sent in place of the tensor's own."""
+    """Return the name, dtype and shape of a tensor for the other side. `dtype`: the dtype to send the tensor in; None:
+    its own dtype."""
     return TensorSpec(name=name, dtype=str(dtype or tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
 
 

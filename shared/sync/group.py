@@ -70,7 +70,7 @@ class Communicator(ABC):
         self._aborted = False
 
     def broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None = None) -> None:
-        """Fill `tensor` (contiguous, on `device`) with rank `src`'s tensor; returns when the bytes are there.
+        """Fill `tensor` (contiguous, on `device`) with rank `src`'s tensor; returns when the bytes have arrived.
 
         Raises CommunicatorError or DeadlineError. After an error the group has been left.
         """
@@ -351,7 +351,7 @@ def _tell_apart() -> None:
 
 
 def _joined(group: G | None) -> G:
-    """Return `group`. Raises CommunicatorError if it was left."""
+    """Return `group`. Raises CommunicatorError if the group was left."""
     if not group:
         raise _left()
     return group

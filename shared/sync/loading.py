@@ -264,7 +264,8 @@ def uncovered(found: str, names: Set[str], wanted: str) -> CoverageError:
 
 
 def _names_by_storage(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[int, set[str]]:
-    """Return all names of each parameter by its id. Call it before a reload, while tied parameters are one object."""
+    """Return all names of each parameter by its id. Call this function before a reload, while tied parameters are one
+    object."""
     names: dict[int, set[str]] = {}
     for name, parameter in parameters:
         names.setdefault(id(parameter), set()).add(name)

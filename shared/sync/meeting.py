@@ -96,7 +96,7 @@ def meet(member: Seat, card: bytes, given_up: threading.Event) -> Meeting:
     assert len(card) == CARD_BYTES, "a card of that size does not travel"
     wait = _Wait(member, given_up)
     if member.rank == 0:
-        # The port is closed as soon as all are there, or the join fails.
+        # The port is closed as soon as all ranks have come, or the join fails.
         with contextlib.closing(_Door(member)) as door:
             return door.await_all(card, wait)
     while True:
