@@ -76,7 +76,8 @@ class FolderTokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Load the tokenizer. Raises OSError, ValueError or KeyError if its files are missing or damaged."""
+        """Load the tokenizer. Raises OSError, ValueError or KeyError if the tokenizer's files are missing or
+        damaged."""
         if not (folder / "tokenizer.json").is_file():
             raise FileNotFoundError(f"no tokenizer.json in {folder}")
         self.backend_tokenizer = Fast.from_file(str(folder / "tokenizer.json"))
@@ -128,7 +129,7 @@ def sample_of(
     """Return a sample with this ground truth, in canonical order. Each object is its description and x1, y1, x2, y2 in
     pixels of an image of `width` x `height`; six or more numbers are a polygon's x1, y1, x2, y2, ...
 
-    The sample has no prompt and no image. `DetectionTask.validate` checks its class names.
+    The sample has no prompt and no image. `DetectionTask.validate` checks the class names of a sample.
 
     Raises DataError for an object that reaches out of the image, whose corners are in another order, or that has no
     area.

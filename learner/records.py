@@ -378,7 +378,7 @@ class RawRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallRecord:
-    """One rollout call after its end. `error` is empty if the call was answered."""
+    """The record of a rollout call that has ended. `error` is empty if the call was answered."""
 
     base_url: str
     seed: int  # seed of the first request

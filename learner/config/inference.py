@@ -1,8 +1,8 @@
 """`inference.json` in a model folder lets `predict` and `evaluate` prompt the model as training did.
 
 The learner writes the file into every checkpoint and export, and `learner.detector` reads it. The file has the task,
-the prompt, the classes, the limits of images' sizes and the decoding. Older checkpoints have no such file. For them
-`settings_of` makes the same settings from the run's `config.yaml`.
+the prompt, the classes, the limits of images' sizes and the decoding. Older checkpoints have no such file. For older
+checkpoints `settings_of` makes the same settings from the run's `config.yaml`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IMAGE = "<image>"  # stands for the image in a prompt's text
 
 
 def _turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `messages` unchanged. Raises ValueError if one of them is no turn of a chat, with a role and a content."""
+    """Return `messages` unchanged. Raises ValueError if a message is no turn of a chat, with a role and a content."""
     for turn in messages:
         content = turn.get("content")
         parts = content if isinstance(content, list) else []
@@ -58,8 +58,8 @@ class InferenceSettings(BaseModel):
 
 
 def settings_of(config: RunConfig, samples: Iterable[Sample] = ()) -> InferenceSettings:
-    """Return the settings of a run. `samples`: its training data; their most frequent prompt is taken, and their class
-    names. Without samples, the prompt is that of the configuration."""
+    """Return the settings of a run. `samples`: the run's training data, from which the most frequent prompt and the
+    class names are taken. Without samples, the prompt is that of the configuration."""
     prompts: Counter[tuple[tuple[str, str], ...]] = Counter()
     classes: dict[str, None] = {}
     turns: dict[tuple[tuple[str, str], ...], Sequence[Turn]] = {}
@@ -83,7 +83,8 @@ def settings_of(config: RunConfig, samples: Iterable[Sample] = ()) -> InferenceS
 
 
 def prompt_messages(prompt: str | None) -> list[Turn]:
-    """Return the user's turn with this text; None: the default text. If it has no `<image>`, the image comes first."""
+    """Return the user's turn with this text; None: the default text. If the text has no `<image>`, the image comes
+    first."""
     text = prompt if prompt is not None else "Detect every object."
     return [{"role": "user", "content": text if IMAGE in text else IMAGE + text}]
 

@@ -132,7 +132,7 @@ def load_found(path: Path) -> tuple[RunConfig, list[str]]:
         test=config.data.path_of("test"),
         prompt=config.data.prompt,
     )
-    # These sections of the file could name modules and files. So their defaults, which name none, are taken instead.
+    # These sections of the file could name modules and files. So the defaults, which name neither, are taken instead.
     kept = {
         "data": data,
         "labels": LabelsConfig(),

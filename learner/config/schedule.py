@@ -66,7 +66,7 @@ def decide_channel(global_step: int, b_ratio: float, *, feasible: bool = True) -
 
     With the asynchronous actor-learner, a step of Channel-B takes `gradient_accumulation_steps` packs (the
     rollouts of a few samples) from each rank's queue. Such a step is feasible if all ranks have rolled out the same
-    share (the samples of one step). Without the asynchronous actor-learner it is always feasible.
+    share (the samples of one step). Without the asynchronous actor-learner a Channel-B step is always feasible.
     """
     wanted = scheduled_channel(global_step, b_ratio)
     return ChannelDecision(wanted=wanted, channel=wanted if feasible else "A")

@@ -17,7 +17,7 @@ may have fewer than `gradient_accumulation_steps` micro-batches. Such a short wi
 Invariants: over all ranks, an epoch hands out each sample `m_steps` times, and samples of a short last window once.
 The numbers are the same if the run is resumed inside a window. The state counts whole passes over a window, because a
 pass is one optimizer step. After a resume an unfinished pass starts again from its first micro-batch, because no step
-has learned what it handed out before.
+has learned its samples.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class MicroBatch:
 
 
 class Shortfall(NamedTuple):
-    """The last step of an epoch, if it learns fewer samples than other steps. `size`: number of its samples, over all
-    ranks."""
+    """The last step of an epoch, if it learns fewer samples than other steps. `size`: number of samples in that step,
+    over all ranks."""
 
     size: int
     whole: int  # number of samples in every other step, over all ranks

@@ -101,7 +101,7 @@ class _Encoded:
 
 
 class WorkerPool:
-    """Encodes in `num_workers` processes. Raises DataError if one of them dies."""
+    """Encodes in `num_workers` processes. Raises DataError if a process dies."""
 
     def __init__(self, encoder: Encoder, *, num_workers: int, samples_per_micro_batch: int, timeout_s: float) -> None:
         self.job_size = min(MAX_JOB_SIZE, -(-samples_per_micro_batch // num_workers))
@@ -156,8 +156,8 @@ def _start_fork_server() -> None:
     stop signals."""
     # If the tracker did not run yet, the fork server would start it and unblock signals.
     resource_tracker.ensure_running()
-    # The fork server inherits the blocked signals. Otherwise Ctrl-C would end it, and the workers that the last step
-    # needs.
+    # The fork server inherits the blocked signals. Otherwise Ctrl-C would end the fork server, and the workers that the
+    # last step needs.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         forkserver.ensure_running()

@@ -80,9 +80,9 @@ def carry_overflow(
     fewest: Sequence[int], sampler: DistributedSampler, *, row_tokens: int, micro_steps: int, most_carried: int
 ) -> Overflow | None:
     """Return the overflow that must happen if each rank learns one row per micro-step (D6); None if the buffer need not
-    overflow. `fewest[i]` is a lower bound of the tokens of sample i. The check is made after 1, 2, 4, ... micro-steps
-    and at the run's end. The check assumes that the rows of all ranks hold the shortest segments, and are filled to the
-    last token.
+    overflow. `fewest[i]`: lower bound of the number of tokens of sample i. The check is made after 1, 2, 4, ...
+    micro-steps and at the run's end. The check assumes that the rows of all ranks hold the shortest segments, and are
+    filled to the last token.
     """
     lengths = np.asarray(fewest)
     points = [*(1 << i for i in range(micro_steps.bit_length()) if 1 << i < micro_steps), micro_steps]

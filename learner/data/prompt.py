@@ -45,8 +45,8 @@ class PromptEncoder:
     def load(
         cls, path: str, *, rules: ImageRules | None = None, min_pixels: int | None = None, max_pixels: int | None = None
     ) -> PromptEncoder:
-        """Load the checkpoint's tokenizer or processor. Raises ConfigError if one of them or the chat template is
-        missing, or if a limit of pixels is given and the processor has no such limits."""
+        """Load the checkpoint's tokenizer or processor. Raises ConfigError if a file or the chat template is missing,
+        or if a limit of pixels is given and the processor has no such limits."""
         try:
             processor = AutoProcessor.from_pretrained(path) if _has_vision(path) else None
             tokenizer = processor.tokenizer if processor else AutoTokenizer.from_pretrained(path)
@@ -129,7 +129,8 @@ class PromptCheck:
 
     `decode`: the tokenizer's method. `image_processing`: how the encoder processes images; None: images are not
     compared.
-    Several threads may call it. The digest of a prompt's images is made once for all rollouts of its sample.
+    Several threads may call a `PromptCheck`. The digest of a prompt's images is made once for all rollouts of its
+    sample.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Reads annotations of any format into samples, and checks all of them before training begins (R12, R41).
 
-In: `data` of the configuration, and the path of a split. Out: its samples, and counts of dropped and clipped records.
-Only annotations are held in memory (some 2 kB a sample). Only the headers of images are read here; their pixels are
-read when a prompt is encoded. `learner.data.formats` has a reader for each format.
+In: `data` of the configuration, and the path of a split. Out: the split's samples, and counts of dropped and clipped
+records. Only annotations are held in memory (some 2 kB a sample). Only the headers of images are read here; their
+pixels are read when a prompt is encoded. `learner.data.formats` has a reader for each format.
 """
 
 from __future__ import annotations

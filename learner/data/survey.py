@@ -280,7 +280,7 @@ def shared_images(splits: Mapping[str, Sequence[Sample]]) -> dict[tuple[str, str
 
 
 def _called(image: str, sample: Sample) -> str:
-    """Return a photograph's path or URL. If it is encoded in its record, return the record's id."""
+    """Return a photograph's path or URL. If the photograph is encoded in its record, return the record's id."""
     named = image[:4].lower() == "http" or is_file(Path(image.removeprefix("file://")))
     return image if named else f"record {sample.sample_id}"
 

@@ -16,7 +16,7 @@ from learner.records import Size, Unit
 _PER_SIDE: dict[Unit, float] = {"shares": 1.0, "percent": 100.0, "thousandths": 1000.0}
 _ALL = 0.98  # min share of boxes inside their photographs if the unit is right
 _FEW = 0.9  # min share of boxes inside their photographs; if it is smaller, the unit or many boxes are wrong
-# In the right unit, boxes reach at least to the fraction `_FAR` of a side. In a wrong unit they reach at most to
+# In the right unit, boxes reach at least to the fraction `_FAR` of a side. In a wrong unit, boxes reach at most to
 # `_NEAR`.
 _FAR, _NEAR = 0.75, 0.55
 # Min number of boxes for a hint: `_LEAST` if the other unit fits far better, `_MANY` if it only fits better.
@@ -82,8 +82,8 @@ def to_pixels(coords: Sequence[float], sides: tuple[float, float], size: tuple[f
 @dataclass(slots=True)
 class _Fit:
     """How well a coordinate unit fits the boxes. `inside`: number of boxes inside their photographs. `across` and
-    `along`: the largest x and the largest y. Divided by `side`, they are fractions of the photograph's width and
-    height."""
+    `along`: the largest x and the largest y. Divided by `side`, these coordinates are fractions of the photograph's
+    width and height."""
 
     side: float = 1.0
     inside: int = 0
@@ -91,7 +91,7 @@ class _Fit:
     along: float = 0.0
 
     def add(self, x: float, y: float) -> None:
-        """Count a box that lies inside its photograph. `x` and `y` are its largest coordinates."""
+        """Count a box that lies inside its photograph. `x` and `y` are the box's largest coordinates."""
         self.inside += 1
         if x > self.across:
             self.across = x

@@ -90,8 +90,8 @@ def with_small_images(sample: Sample, images: Images, side: int) -> Sample:
 
 
 def shown_images(sample: Sample) -> list[str]:
-    """Return the sample's images as strings for a log. An augmented picture becomes a small JPEG. Return [] if its
-    photograph cannot be read."""
+    """Return the sample's images as strings for a log. An augmented picture becomes a small JPEG. Return [] if the
+    sample's photograph cannot be read."""
     if sample.view is None:
         return list(sample.images)
     try:

@@ -58,7 +58,7 @@ class AnswersLog:
 
     def add(self, assignment: Assignment, target: Target) -> None:
         """Keep an answer for the next `write`. The call takes no time, and any thread may call it."""
-        # A deque's `append` is atomic, so it needs no lock.
+        # The `append` of a deque is atomic, so no lock is needed.
         self._last.append((assignment, target))
 
     def write(self, global_step: int) -> None:

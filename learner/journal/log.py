@@ -258,7 +258,7 @@ log = logging.getLogger(__name__)
 
 class _WithoutSecrets(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        # The formatted text is masked, because it has the traceback too.
+        # The whole formatted text is masked, because the traceback in it may hold a secret too.
         return masked(super().format(record))
 
 

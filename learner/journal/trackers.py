@@ -116,7 +116,7 @@ class TensorBoard(Tracker):
 
 
 class Wandb(Tracker):
-    """Weights & Biases. The user sets its key, server and mode (`wandb login`, WANDB_MODE)."""
+    """Weights & Biases. The user sets the key, the server and the mode (`wandb login`, WANDB_MODE)."""
 
     def __init__(self, place: TrackerPlace) -> None:
         import wandb
@@ -355,9 +355,9 @@ class Trackers:
         self._all(lambda tracker: tracker.pictures(once(), step))
 
     def close(self, *, report: Callable[[], Path] | None = None) -> dict[str, TrackerCount]:
-        """End the trackers, and wait until their queued calls were made, at most `timeout_s`. Returns, by tracker, how
-        many calls it did not get; {} if all calls were made. `report` writes the run's report and returns its path.
-        `report` is called once, on a tracker's thread, for all trackers of KEEP_FILES."""
+        """End the trackers, and wait until their queued calls were made, at most `timeout_s`. Returns for each tracker
+        the number of calls that it did not get; {} if all calls were made. `report` writes the run's report and returns
+        its path. `report` is called once, on a tracker's thread, for all trackers of KEEP_FILES."""
         if report is not None:
             once = _Once(report)
             for thread in self._threads:

@@ -12,13 +12,13 @@
 2. If no labels were completed, `grpo` first measures the headroom in places on training samples: how much better the
    best of several sampled answers locates objects than the greedy answer does.
 3. If labels were completed, `grpo` begins from the start again, with the labels that the start's answers completed.
-   Otherwise it begins from the best weights of `sft`, but only if there is headroom in places. Without headroom the
+   Otherwise `grpo` begins from the best weights of `sft`, but only if there is headroom in places. Without headroom the
    recipe ends: `grpo` could only learn names, and rollouts do not teach names. If `sft` had ended for lack of time,
    `sft` goes on before the recipe ends.
 
 If labels are missing, but the start's answers are not sure enough to complete any, rollout matching replaces 2 and 3.
-Rollout matching keeps predictions that have no label. If its boxes fit badly, `grpo` follows, with the IoU of the boxes
-as reward.
+Rollout matching keeps predictions that have no label. If the boxes of rollout matching fit badly, `grpo` follows, with
+the IoU of the boxes as reward.
 
 Each stage is an ordinary run in a folder of its own, such as `OUTPUT/sft`, with its configuration beside it
 (`OUTPUT/sft.yaml`). `OUTPUT/best` is a link to the weights with the best validation score, of all stages and the start.

@@ -156,8 +156,8 @@ def _begin(config: RunConfig, minutes: float, root: Path) -> Record:
 
 
 def has_learned(record: Record, root: Path) -> bool:
-    """Return True if a stage of the recipe has ended or has saved a checkpoint. If not, another recipe may replace
-    it."""
+    """Return True if a stage of the recipe has ended or has saved a checkpoint. A recipe that has learned nothing may
+    be replaced by another recipe."""
     return bool(record.stages) or any(root.glob("*/checkpoint-*/manifest.json"))
 
 
@@ -173,7 +173,8 @@ class StageProcess:
     @classmethod
     @contextmanager
     def listening(cls, nproc: int, environment: Mapping[str, str]) -> Iterator[Self]:
-        """Yield a StageProcess. Until the end of the block it handles the stop signals that this process gets."""
+        """Yield a StageProcess. Until the end of the block the StageProcess handles the stop signals that this process
+        gets."""
         made = cls(nproc, environment)
         before = {signum: signal.signal(signum, made._asked) for signum in stop_signals()}
         try:

@@ -119,7 +119,7 @@ class Record:
         stage = self.stage(self.best_of)
         metrics = stage.after if stage is not None else self.stages[0].before if self.stages else {}
         f1, strict = metrics.get("f1@0.5", 0.0), metrics.get("f1@miou")
-        # Missing labels lower both numbers alike, so they do not change their ratio.
+        # Missing labels lower F1@mIoU and F1@0.5 alike, so they do not change the ratio.
         return 1.0 if strict is None or f1 <= 0.0 else strict / f1
 
     @property
@@ -239,7 +239,7 @@ def _labels(run_dir: Path) -> dict[str, Any]:
 
 def read_headroom(run_dir: Path) -> dict[str, FeatureEstimate]:
     """Return the measures in `HEADROOM` (the run's file of how much `grpo` could gain), by name. The stage `grpo`
-    measured them before its first step. Raises CheckpointError if the file cannot be read."""
+    measured these values before its first step. Raises CheckpointError if the file cannot be read."""
     path = run_dir / HEADROOM
     try:
         return {name: FeatureEstimate(**one) for name, one in json_in(path).items()}

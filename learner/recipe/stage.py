@@ -3,8 +3,8 @@
 In: the stage's configuration, and the recipe's record in the parent folder of the run. Out: an ordinary run. The run
 takes over what earlier stages found: completed labels, and, if validation labels are missing, the assumed number of
 validation objects (a range from fewest to most). Headroom is how much better the best of K sampled answers to a
-training sample is than the greedy answer. The stage `grpo` first measures it, unless it is already decided that `grpo`
-is worth its time. The stage writes the headroom to `headroom.json`, and learns nothing if it is too small.
+training sample is than the greedy answer. The stage `grpo` first measures the headroom, unless it is already decided
+that `grpo` is worth its time. The stage writes the headroom to `headroom.json`, and learns nothing if it is too small.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MEASURED = ("f1_greedy", "f1_best", "headroom", "headroom_places", "name_errors"
 
 
 def train_stage(config: RunConfig, *, environment: Mapping[str, str]) -> int:
-    """Run a stage on this rank. If it has a checkpoint, it goes on from the newest one. Returns the exit code, as
-    `train` does."""
+    """Run a stage on this rank. If the stage has a checkpoint, it goes on from the newest one. Returns the exit code,
+    as `train` does."""
     plan = resolve(config, int(environment.get("WORLD_SIZE", 1)))
     with joined_ranks(config, environment) as ranks:
         return train_on(config, plan, ranks, environment, goes_on=True, before=prepare)

@@ -2,7 +2,7 @@
 
 In: the user's configuration, resolved. Out: the same configuration with another trainer variant. The keys about model,
 data, task, servers and memory do not change. A stage ends when its time is over or its validation score rises no more.
-So its number of steps is not known before, and the learning rate is constant after the warm-up.
+So the number of a stage's steps is not known before, and the learning rate is constant after the warm-up.
 """
 
 from __future__ import annotations

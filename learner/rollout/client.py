@@ -6,7 +6,7 @@ Invariants:
   (D16);
 - a call is sent again only after a 503 with the error "busy", which means that the server did not execute the call.
   `/update_weights/` and `/init_communicator/` are never sent again. The caller may repeat an `/infer/` call whose
-  answer was lost, because the server knows repeated requests by their uuids;
+  answer was lost, because the server recognizes requests by their uuids;
 - the server's own error text reaches the caller.
 A client may be used on one event loop only.
 """
@@ -65,8 +65,8 @@ MAX_LOOKS_PER_S = 32.0  # max calls of /health/ per second, to all servers toget
 BROKEN_S = 2.0  # after the server broke a connection
 SILENT_S = 30.0  # if no connection broke
 REPLY_GRACE_S = 10.0  # added to a deadline that the server keeps too, so that the server's error arrives first
-# Uvicorn closes a connection after 5 idle seconds. The client closes it earlier, so that uvicorn never closes it just
-# when a new request is sent.
+# Uvicorn closes a connection after 5 idle seconds. The client closes a connection earlier, so that uvicorn never closes
+# it just when a new request is sent.
 KEEPALIVE_S = 2.0
 
 # The bytes of an answer are bounded: for each token the answer has a text, the id twice, and a log-probability.
@@ -125,7 +125,7 @@ class Patience:
 @functools.cache
 def _certificates() -> ssl.SSLContext:
     """Return the TLS certificates that clients trust, read once per process."""
-    # httpx would read them anew for each client, which takes 16 ms: 8 s per rank with 512 servers.
+    # httpx would read the certificates anew for each client, which takes 16 ms: 8 s per rank with 512 servers.
     return httpx.create_ssl_context()
 
 
@@ -238,7 +238,8 @@ class ServerClient:
     async def _send_infer(
         self, call: InferCall, deadline_s: float, answers: Answers, patience: Patience
     ) -> httpx.Response:
-        """Send an `/infer/` call once and return the response. If it succeeded, its body was read into `answers`."""
+        """Send an `/infer/` call once and return the response. The body of a successful response was read into
+        `answers`."""
         answer_bytes = _ANSWER_BYTES + _TOKEN_BYTES * (call.request_config.max_tokens or _MOST_TOKENS)
         read_s, most_bytes = deadline_s + REPLY_GRACE_S, MAX_REPLY_BYTES + len(call.infer_requests) * answer_bytes
         try:

@@ -1,7 +1,7 @@
 """vLLM inside the learner's job: `vllm.mode: colocate` (R02, R03, R04, R10, R11, R21).
 
 `ColocatedEngine` is vLLM in the learner's own process, on the learner's device. Only this module calls vLLM's engine.
-One engine spans `tensor_parallel_size` ranks. Each of them runs the same requests in the same order. Invariants:
+One engine spans `tensor_parallel_size` ranks. These ranks run the same requests in the same order. Invariants:
 - vLLM works only inside the block `awake`, in which training state is offloaded. On CUDA the engine sleeps outside the
   block: its weights are in host memory. If the device has room for the engine and for training, as estimated or
   measured, the engine stays awake, which saves copying its weights. On CPU vLLM cannot sleep, and need not;
@@ -207,7 +207,7 @@ class ColocatedEngine:
         # Rollouts read the prefix cache, so stale blocks in it must show in the scores.
         reads = [cached_scoring(*pair) if self._caches_prefixes else [] for pair in pairs]
         asked = [*(scoring(*pair) for pair in pairs), *(read for several in reads for read in several)]
-        # Only the whole requests come first and are looked at: the others have the same images.
+        # Images are digested only for the whole requests, which come first: the other requests have the same images.
         looks = [i < len(pairs) and bool(prompt.images) for i, (prompt, _) in enumerate(asked)]
         wholes = [whole for whole, _ in asked]
         with self._images.looking(wholes, looks) as seen:
@@ -338,8 +338,8 @@ class ColocatedEngine:
         return self._config.vllm.sleep == "auto" and not self._offload.moves
 
     def _has_room(self, needed_bytes: int = 0) -> bool:
-        """Return True if the device, beside the engine, has `needed_bytes` free. In addition the share ROOM of its
-        memory must be free, because larger rows may need it."""
+        """Return True if the device, beside the engine, has `needed_bytes` free. In addition the fraction ROOM of the
+        device's memory must be free, because larger rows may need it."""
         free, total = torch.cuda.mem_get_info(self._ranks.device)
         return free - needed_bytes >= ROOM * total
 

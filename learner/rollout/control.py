@@ -164,7 +164,7 @@ def _remove(path: Path) -> None:
 
 
 def _request(value: Any) -> ServerRequest:
-    """Return a parsed JSON value as a request. Raises ValueError or TypeError if it is no request."""
+    """Return a parsed JSON value as a request. Raises ValueError or TypeError if the value is no request."""
     request = ServerRequest(**value)
     if request.action not in ("add", "remove") or not isinstance(request.base_url, str):
         raise ValueError(f"unknown request {value!r:.200}")
@@ -191,7 +191,7 @@ def _check_state(state: object) -> None:
 
 
 def _local_time(unix_s: Any) -> str:
-    """Return a Unix time (seconds) as text in local time. Raises ValueError if it is no time."""
+    """Return a Unix time (seconds) as text in local time. Raises ValueError if the value is no time."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
     except (OverflowError, TypeError, OSError) as error:
@@ -202,7 +202,8 @@ def _local_time(unix_s: Any) -> str:
 
 
 class Discovery:
-    """Reads the cluster's list of servers every `every_s` seconds, on rank 0. Call its methods on one thread only."""
+    """Reads the cluster's list of servers every `every_s` seconds, on rank 0. All methods must be called on one
+    thread."""
 
     def __init__(self, source: FileOrCommand, *, every_s: float = EVERY_S) -> None:
         self._source, self._every_s = source, every_s
@@ -247,8 +248,8 @@ class Discovery:
 
 
 def read(source: FileOrCommand) -> Listed:
-    """Return the list of servers that `source` (a file's path, or a command) gives now. Raises ConfigError if it is not
-    a list of servers, DeadlineError if the command does not end in time."""
+    """Return the list of servers that `source` (a file's path, or a command) gives now. Raises ConfigError if the
+    source gives no list of servers, DeadlineError if the command does not end in time."""
     return parse(_content(Path(source)) if isinstance(source, str) else _output(source))
 
 
@@ -285,7 +286,7 @@ def _content(path: Path) -> bytes:
 
 def _output(argv: list[str]) -> bytes:
     """Run the command and return its standard output. At the end all processes that the command started are killed.
-    Raises ConfigError if it fails, DeadlineError after COMMAND_S."""
+    Raises ConfigError if the command fails, DeadlineError after COMMAND_S."""
     try:
         process = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True

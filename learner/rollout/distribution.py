@@ -55,7 +55,7 @@ REFILLS = 32
 # These errors are the request's fault: any server would answer with the same error.
 REQUEST_ERRORS = (RequestError, ConfigError, PromptMismatchError)
 # These errors are the server's fault: sending the request to the same server again would not help. UnauthorizedError is
-# among them: when it counted as the request's fault, a restarted server with a new token ended the run.
+# one of these errors: when it counted as the request's fault, a restarted server with a new token ended the run.
 LOST_ERRORS = (ServerUnreachableError, ServerBusyError, ServerPoisonedError, ServerMismatchError, UnauthorizedError)
 
 

@@ -98,8 +98,8 @@ def keeping_compiler_variables() -> Iterator[None]:
         yield
     finally:
         # vLLM sets its own folder for kernels, but only when it compiles its model. A later run finds the model
-        # compiled, and looks for other kernels in the run's folder. Without a copy it would compile them again, which
-        # takes 11 s.
+        # compiled, and looks for other kernels in the run's folder. Without a copy the later run would compile these
+        # kernels again, which takes 11 s.
         own, vllm = before["TRITON_CACHE_DIR"], os.environ.get("TRITON_CACHE_DIR")
         if own and vllm and own != vllm:
             with suppress(OSError):  # without the copy, the next run compiles the kernels

@@ -239,8 +239,8 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     try:
         settings._attn_implementation = "sdpa"
-        # The checkpoint's generation settings are replaced. Otherwise `generate` would take from them the settings that
-        # its caller leaves out, such as the temperature.
+        # The checkpoint's generation settings are replaced. Otherwise `generate` would use the checkpoint's value for
+        # each setting that its caller leaves out, such as the temperature.
         model.generation_config = GenerationConfig()
         model.eval()  # this switches off dropout, and gradient checkpointing too
         with torch.no_grad(), uncompiled():
@@ -281,8 +281,9 @@ class HfBackend(RolloutBackend):
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Raises ConfigError if the model cannot generate, or has no room for a prompt. `logprobs`: rollouts have
-        log-probabilities, except after beam search. Greedy rollouts always have them, because an evaluation computes
-        the scores of its boxes from them. `tell` gets a line every TELL_S while answers are written."""
+        log-probabilities, except after beam search. Greedy rollouts always have log-probabilities, because an
+        evaluation computes the scores of its boxes from them. `tell` gets a line every TELL_S while answers are
+        written."""
         self.config, self.chunk = config, samples_at_once(config, config.decoding.mode)
         self._policy, self._run_seed, self._on_call, self._logprobs = policy, run_seed, on_call, logprobs
         self.tell = tell

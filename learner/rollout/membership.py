@@ -1,8 +1,8 @@
 """The rollout servers of a run, which of them serve, and the weights that they serve (D15, R40). Pure.
 
-A `Membership` is immutable: each method returns a new one. Only rank 0 decides on a new membership. All ranks adopt it
-in an agreement, at the end of each step and of each sync (`learner.sync.members`). If a server fails a rank, the rank
-stops using it at once, and reports it at the next agreement.
+A `Membership` is immutable: each method returns a new one. Only rank 0 decides on a new membership. All ranks adopt the
+new membership in an agreement, at the end of each step and of each sync (`learner.sync.members`). If a server fails a
+rank, the rank stops using it at once, and reports it at the next agreement.
 
 A server has one of three states:
     serving     it answers requests. Every serving server has got the weights `served` in a completed sync
@@ -29,7 +29,7 @@ MIN_SERVERS = "custom.extra.rollout_matching.vllm.server.min_servers"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """One server. `since_s`: when its state began (Unix seconds). `because`: why it has this state."""
+    """One server. `since_s`: when the server's state began (Unix seconds). `because`: why the server has this state."""
 
     base_url: str
     group_port: int

@@ -41,8 +41,8 @@ _LINE, _LIST = TypeAdapter(AnswerLine), TypeAdapter(list[RolloutOutput])
 
 
 def read_reply(content: bytes, adapter: TypeAdapter[T], base_url: str, path: str) -> T:
-    """Return the JSON body `content` as the adapter's wire model. Raises RolloutError if it does not fit; the error
-    names the server and the first wrong field."""
+    """Return the JSON body `content` as the adapter's wire model. Raises RolloutError if the body does not fit the
+    model; the error names the server and the first wrong field."""
     try:
         return adapter.validate_json(content)
     except ValidationError as error:

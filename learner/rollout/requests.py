@@ -175,7 +175,7 @@ def read_rollout(
 
 def _logprobs(output: RolloutOutput, choice: Choice, base_url: str) -> tuple[float, ...]:
     """Return the log-probabilities of the response's tokens, and of the stop token if there is one. Raises RolloutError
-    if their number is wrong."""
+    if the number of log-probabilities is wrong."""
     stop = () if choice.stop_logprob is None else (choice.stop_logprob,)
     logprobs = (*(output.rollout_logprobs or [[]])[0], *stop)
     wanted = len(output.response_token_ids) + (choice.stop_token_id is not None)

@@ -133,7 +133,8 @@ class FreshSteps(StepSource):
         self._batches, self._source, self._row_maker = batches, source, row_maker
         self._gradient_accumulation_steps, self._ranks, self._drains_at = gradient_accumulation_steps, ranks, drains_at
         self._encoder, self._clock = encoder, clock
-        # Samples that were not learned before the checkpoint, as (epoch, sample id). The first micro-batch gets them.
+        # Samples that were not learned before the checkpoint, as (epoch, sample id). The first micro-batch gets these
+        # samples.
         self._owed: list[tuple[int, str]] = []
         self._first_owed = 0  # place of this rank's first owed sample among the owed samples of all ranks
         self._global_step = 0  # the step that began last

@@ -206,7 +206,7 @@ def await_all(sent: Sent, posts: Posts, *, replies: bool = True) -> None:
 
 
 def cancel(posts: Posts) -> None:
-    """Stop waiting for these posts. The servers may still carry them out."""
+    """Stop waiting for these posts. The servers may still carry out these calls."""
     for _, post in posts:
         post.cancel()
 

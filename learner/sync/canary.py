@@ -46,9 +46,9 @@ class CanaryItem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Canary:
-    """The check of a sync by fixed answers. `items`: the answers. `scorer` scores them under the learner's weights as
-    they are sent now (D14). `tolerance`: the largest mean gap, in nats per token; None: it depends on the types in
-    which both sides compute. `dtype`: the learner's type."""
+    """The check of a sync by fixed answers. `items`: the answers. `scorer` scores the answers under the learner's
+    weights, in the form in which they are sent now (D14). `tolerance`: the largest mean gap, in nats per token; None:
+    it depends on the types in which both sides compute. `dtype`: the learner's type."""
 
     items: Sequence[CanaryItem]
     scorer: Scorer

@@ -117,7 +117,7 @@ class EngineDelivery:
         return self._ranks.world_size == 1 and self._engine.leaves_training
 
     def _begin_scores(self, mode: Mode) -> CanaryScores:
-        """Return the learner's scores of this sync. The first call begins to compute them."""
+        """Return the learner's scores of this sync. The first call begins to compute the scores."""
         if mode not in self._learner:
             with self._part("scores"):
                 self._learner[mode] = self._canary.scorer(self._engine.dtype, mode == "full")

@@ -150,8 +150,8 @@ class ServerDelivery:
         if num_repeated == 1:
             if len(accused_by) != 1 or not self._backend.membership.is_elastic:
                 return "stop"
-            # If the second try accuses only one server, that server is left out. If it accuses several, the cause is
-            # not a server.
+            # If the second try accuses only one server, that server is left out. If the second try accuses several
+            # servers, the cause is not a server.
             for base_url, found in accused_by.items():
                 self.members.leave_out(base_url, found)
         return "repeat"
@@ -237,8 +237,8 @@ class ServerDelivery:
 
     @property
     def _limit_s(self) -> float:
-        """Max seconds of joining, or of an update. If a new server takes part, both share a short deadline, because the
-        server may be slow, and a step waits for it."""
+        """Max seconds of joining, or of an update. If a new server takes part, joining and update share a short
+        deadline, because the server may be slow, and a step waits for it."""
         left_s = max(LEAST_S, self._newcomers.left_s()) if self._has_newcomers else math.inf
         return min(self._config.server.timeout_s, left_s)
 
@@ -266,7 +266,7 @@ class ServerDelivery:
             self._parts, self._learner = {}, {}
 
     def _scores(self, mode: Mode) -> CanaryScores:
-        """Return the learner's scores of the canary for this sync. Only the first call computes them."""
+        """Return the learner's scores of the canary for this sync. Only the first call computes the scores."""
         # The number type of the sent weights may change when servers come or go, so scores are kept by type.
         key = self._dtype, mode
         if key not in self._learner:
@@ -371,7 +371,7 @@ class ServerDelivery:
         return replies, learner, self._digest(mode, seals)
 
     def _digest(self, mode: Mode, seals: Sequence[torch.Tensor]) -> str:
-        """Return the digest that the server computes too. For full weights it is the digest of the seals. For an
+        """Return the digest that the server computes too. For full weights the digest is that of the seals. For an
         adapter it combines the digest of the base weights with the digest of the adapter's seals."""
         digest = digest_of(seals)
         if mode == "adapter":

@@ -38,7 +38,8 @@ class WeightSource(Protocol):
 
 
 class AdapterSource(WeightSource, Protocol):
-    """A source of an adapter alone: `lora_A` and `lora_B` of each adapted layer. `lora_B` has the scaling in it."""
+    """A source of an adapter alone: `lora_A` and `lora_B` of each adapted layer. `lora_B` is multiplied with the
+    adapter's scaling."""
 
     @property
     def base(self) -> WeightSource:
@@ -143,8 +144,8 @@ class ShardedRanks:
         calls. Raises CollectiveError."""
         while isinstance(found := self._ranks.broadcast_object(value), _SharedCall):
             self._calls[found.index](*found.arguments)
-        # The iterator over the weights is dropped. If it was not read to its end, it would hold tensors until the next
-        # sync.
+        # The iterator over the weights is dropped. An iterator that was not read to its end would hold tensors until
+        # the next sync.
         self._walk = iter(())
         return found
 

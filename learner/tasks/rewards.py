@@ -23,8 +23,8 @@ PREFIX = "reward/"
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """The rewards of a run. `functions` are the user's, by name. `weights` has their weights (1 if not given), and the
-    weights of the task's rewards."""
+    """The rewards of a run. `functions` are the user's, by name. `weights` has the weights of these functions (1 if not
+    given), and the weights of the task's rewards."""
 
     tokenizer: Tokenizer
     functions: Mapping[str, Reward] = field(default_factory=dict)

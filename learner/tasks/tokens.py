@@ -240,8 +240,8 @@ def _encode(tokenizer: Tokenizer, encoder: Any | None, text: str) -> tuple[int, 
 
 
 def _encoder_of(backend: Any) -> Any | None:
-    """Return a copy of `backend` if it is a `tokenizers.Tokenizer`, else None. Called directly, it encodes a short text
-    in a fifth of the time."""
+    """Return a copy of `backend` if it is a `tokenizers.Tokenizer`, else None. A direct call of the copy encodes a
+    short text in a fifth of the time."""
     if not hasattr(backend, "no_truncation"):
         return None
     # The encoder is copied, because other code uses the original with truncation and padding.

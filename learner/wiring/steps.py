@@ -232,7 +232,7 @@ def _stage2(basis: Basis, parts: Stage2Parts, *, capacity: int, total_steps: int
 
 def _places_at_once(config: RunConfig, backend: Backend | None) -> int:
     """Return for how many of a batch's samples the backend decodes answers at once for this rank, at least one. With
-    `grpo` it is the number of rollouts, a multiple of the rollouts per prompt."""
+    `grpo` the result is the number of rollouts, a multiple of the rollouts per prompt."""
     chunk = backend.chunk if backend else 0
     if _is_grpo(config):
         return max(1, chunk // config.grpo.num_generations) * config.grpo.num_generations

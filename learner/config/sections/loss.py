@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from learner.config.schema import RunConfig
 
 
-# The values of the preset `recommended`. With incomplete labels they gave the best F1 (docs/concepts/loss.md).
+# The values of the preset `recommended`. With incomplete labels these values gave the best F1 (docs/concepts/loss.md).
 RECOMMENDED: Mapping[str, object] = {"prefix_end": "first_miss", "matched_desc_weight": 1.0, "keep_unmatched": True}
 
 
@@ -22,7 +22,7 @@ class LossConfig(Section):
     """The loss on Y_train, which is the rollout's prefix with every missed object appended. All keys except `function`
     are for `task.type: detection`."""
 
-    # `specified` is the default (D18), although it harmed a good model: F1 fell from 0.523 to 0.305.
+    # `specified` is the default (D18), although this preset harmed a good model: F1 fell from 0.523 to 0.305.
     preset: Literal["specified", "recommended"] = key(
         "defaults of the keys below. `specified`: as the table says. `recommended`: `prefix_end: first_miss`, "
         "`matched_desc_weight: 1.0`, `keep_unmatched: true`, which was measured to be best where labels leave objects "

@@ -2,9 +2,9 @@
 
 Coordinates are pixels. Image paths are relative to the file's folder or `image_root`. The assistant's answer at the end
 of `messages` is dropped. Without `id` the line number is the id. An object with `"ignore": true` (or `iscrowd`,
-`difficult`) is an ignore region. `width` and `height` are the size of the image. If both are missing, they are read
-from the image file. If a row has several images, each object says which image it is in (`"image": 2`, counted from 1).
-Then `width` and `height` hold for every image, or `sizes` lists the size of each one.
+`difficult`) is an ignore region. `width` and `height` are the size of the image. If width and height are missing, the
+size is read from the image file. If a row has several images, each object says which image it is in (`"image": 2`,
+counted from 1). Then `width` and `height` hold for every image, or `sizes` lists the size of each one.
 
     {"id": "a-17", "messages": [{"role": "user", "content": "<image>Detect every digit."}], "images": ["images/17.png"],
      "objects": [{"desc": "seven", "bbox_2d": [12, 40, 31, 77]}], "width": 128, "height": 128}
@@ -201,7 +201,7 @@ def _of_object_row(number: int, obj: ObjectRow, place: Place) -> RawObject:
 
 
 def _prompt_turns(messages: Sequence[Message], place: Place) -> list[Turn]:
-    """Return the turns without the assistant's answer at the end. A rollout answers them. Raises DataError."""
+    """Return the turns without the assistant's answer at the end. A rollout answers these turns. Raises DataError."""
     turns = messages[:-1] if messages[-1].role == "assistant" else messages
     if not turns or turns[-1].role != "user":
         roles = [message.role for message in messages]

@@ -121,8 +121,8 @@ _BESIDE = {"annotations", "annotation", "labels", "label", "json", "ann"}  # ima
 class Nearby:
     """Finds an image by its file name, if it is not at the path that its record gives. The search covers the folder
     where image paths start, and its sub-folders. If that folder has no photographs and has a name such as
-    `annotations`, the parent folder is searched. Of several files with the name, it takes the one whose folders match
-    the written path best."""
+    `annotations`, the parent folder is searched. If several files have the name, the file whose folders match the
+    written path best is taken."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

@@ -77,7 +77,7 @@ def flag(value: object) -> bool:
 
 
 def any_flag(values: Mapping[str, object], names: Sequence[str]) -> bool:
-    """Return True if one of the flags is set. Raises ValueError if any of them is neither yes nor no."""
+    """Return True if one of the flags is set. Raises ValueError if any flag is neither yes nor no."""
     found = False
     for name in names:
         try:
@@ -88,7 +88,7 @@ def any_flag(values: Mapping[str, object], names: Sequence[str]) -> bool:
 
 
 def class_name(value: object) -> str:
-    """Return a text that is not blank, unchanged. `plain_name` removes the spaces around it later."""
+    """Return a text that is not blank, unchanged. `plain_name` removes the spaces around the text later."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError("a name: a text that is not blank")
     return value

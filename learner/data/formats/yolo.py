@@ -428,7 +428,8 @@ def _of_line(line: str, place: Place, content: YoloFile, source: Source) -> RawO
 
 
 def _without_keypoints(values: list[float], line: str, place: Place, num_keypoint_values: int) -> list[float]:
-    """Return the box without the keypoints. Raises DataError if their number is not the one in `kpt_shape`."""
+    """Return the box without the keypoints. Raises DataError if the number of keypoints is not the one in
+    `kpt_shape`."""
     if len(values) != 4 + num_keypoint_values:
         wanted = f"class, box and {num_keypoint_values} numbers of keypoints, as kpt_shape says"
         raise place.error("not a YOLO label with keypoints", found=f"{line:.200}", wanted=wanted)

@@ -119,7 +119,7 @@ def crops_of(sample: Sample, finds: Sequence[DetectionObject], open_image: Open,
                 rng = np.random.default_rng(_seed(sample, obj))
                 for kind, (low, high) in ((on, ON), (beside, BESIDE), (beside, BESIDE)):
                     box = picture.moved(picture.box(obj), rng, low, high)
-                    # A box beside its object may lie on another object, and is no example of a misplaced box then.
+                    # A box beside its own object may lie on another object. Then it is no example of a misplaced box.
                     if box is not None and (kind is on or _iou(box, boxes).max() < high):
                         kind.append(picture.crop(obj.desc, box))
         for i in own:

@@ -28,7 +28,7 @@ from shared.errors import DataError
 
 Verdict = Literal["right", "wrong name", "nothing there", "cannot tell"]
 FEWEST = 10  # min verdicts that say right or wrong; an audit with fewer is refused
-# Means of the prior of a, b and c (see the module). Without verdicts they leave the probabilities as they are.
+# Means of the prior of a, b and c (see the module). Without verdicts these means leave the probabilities as they are.
 _PRIOR = np.array([0.0, 1.0, 0.0])
 _SPREAD = np.array([0.5, 0.3, 0.3])  # standard deviations of the prior, in logits
 _SPREAD_OF_VOTES = np.array([2.0, 0.3, 1.5])  # standard deviations of the prior if no probabilities are known
@@ -140,7 +140,8 @@ def _checked(one: AuditedFind) -> AuditedFind:
 
 
 def require_verdicts(path: Path) -> list[AuditedFind]:
-    """Return the finds of an audit, with their verdicts. Raises DataError if it has fewer than `FEWEST` verdicts."""
+    """Return the finds of an audit, with their verdicts. Raises DataError if the audit has fewer than `FEWEST`
+    verdicts."""
     found = read_audit(path)
     if (number := sum(one.right is not None for one in found)) < FEWEST:
         raise DataError(

@@ -1,5 +1,5 @@
 """Writes detections as COCO results, the project's only format of boxes for other programs. `predict` and evaluations
-use it.
+use this module.
 
 In: boxes in pixels with names and scores. Out: a JSON list of `image_id`, `category_id`, `bbox` (left, top, width,
 height in pixels), `score`, and `segmentation` for a polygon. `category` and `file_name` are added to COCO's fields, so

@@ -197,7 +197,7 @@ class CompletionEstimate:
 def estimate(counts: Tally, num_labels: int) -> CompletionEstimate:
     """Estimate from votes how many completed labels would be right, and choose the votes that a cluster needs to become
     a label (`min_votes: auto`). `counts`: number of clusters by votes and relation, summed over all samples.
-    `num_labels`: number of their labels."""
+    `num_labels`: number of all labels of the samples."""
     confirms, contradicts, free = (counts[1:, i].astype(float) for i in range(len(_COLUMNS)))
     near = confirms + contradicts
     recall = confirms[::-1].cumsum()[::-1] / max(1, num_labels)

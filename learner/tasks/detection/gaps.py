@@ -3,12 +3,12 @@
 In: samples, clusters of the answers to them (`completion.candidates`), and the pixels of labels and of clusters without
 a label (`appearance`). Out: a `CompletionEstimate`, and the clusters with their probabilities.
 
-Pixels give the best estimate, for any kind of gap: they show how probably a box is on an object. The probability that
-its name is right comes from clusters at labels: the fraction of right names among clusters with as many votes and equal
-agreement. If labels are too few, or a classifier cannot separate objects from their surroundings, only votes are left.
-Votes are misleading if labels are not missing at random, because a model that learned labels has learned their gaps
-(D22). Two signs show that labels are not missing at random. Both signs are searched among clusters that half of the
-answers have:
+Pixels give the best estimate, for any kind of gap: they show how probably a box is on an object. The probability that a
+box's name is right comes from clusters at labels: the fraction of right names among clusters with as many votes and
+equal agreement. If labels are too few, or a classifier cannot separate objects from their surroundings, only votes are
+left. Votes are misleading if labels are not missing at random, because a model that learned labels has learned their
+gaps (D22). Two signs show that labels are not missing at random. Both signs are searched among clusters that half of
+the answers have:
 
     features        a logistic regression separates clusters without a label from those with one, by border, size,
                     shape, place and class, on held-out photographs
@@ -69,8 +69,8 @@ def estimate_gaps(
     num_labels = sum(len(sample.objects) for sample in samples)
     known = estimate(tally([one for own in found for one in own], num_answers), num_labels)
     free = [[one for one in own if one.relation == "free"] for own in found]
-    # The classifiers (`Looks`) judge only places. In a test they judged names too, on digits of which 60% had no label.
-    # The estimated share of right boxes was 0.91, and the true share 0.74.
+    # The classifiers (`Looks`) judge only places. In a test, classifiers judged names too, on digits of which 60% had
+    # no label. The estimated share of right boxes was 0.91, and the true share 0.74.
     looks = Looks(crops).judge([one.finds for one in crops], [[one.votes for one in own] for own in free])
     probabilities: Sequence[Sequence[float]] = ()
     if looks.probabilities:
@@ -101,9 +101,9 @@ def estimate_gaps(
 
 
 def right_names(samples: Sequence[Sample], found: Found, num_answers: int) -> Callable[[LabelCandidate], float]:
-    """Return a function. For a cluster it gives the probability of a right name, if the place is right. The probability
-    is the fraction of right names among clusters at labels with as many votes. Clusters whose answers all give one name
-    are counted separately. The probability does not fall with more votes."""
+    """Return a function. For a cluster, the function gives the probability of a right name, if the place is right. The
+    probability is the fraction of right names among clusters at labels with as many votes. Clusters whose answers all
+    give one name are counted separately. The probability does not fall with more votes."""
     # First index: 0 for one name, 1 for several; second index: votes - 1
     right, whole = np.zeros((2, num_answers)), np.zeros((2, num_answers))
     for sample, own in zip(samples, found, strict=True):

@@ -121,8 +121,8 @@ class Gains(NamedTuple):
 
 
 def gains(samples: Sequence[Overlaps], scores: Floats) -> Gains:
-    """Return the gains, at IoU 0.5, of the predictions of all samples. Like `scores` [N], they are listed one sample
-    after the other."""
+    """Return the gains, at IoU 0.5, of the predictions of all samples. Predictions are listed one sample after the
+    other, as in `scores` [N]."""
     right, judged = np.zeros(len(scores)), np.ones(len(scores))
     ends = np.cumsum([len(one.inside) for one in samples])
     for one, end in zip(samples, ends.tolist(), strict=True):

@@ -10,7 +10,7 @@ before the tail, and all tokens of its coordinates are in the prefix.
    until the first unreadable one. Reading stops where no next object can be read, because the answer ends or has a
    syntax error between objects (a missing comma, an entry that is not an object, unbalanced brackets). The rest of the
    text counts as one object, dropped as `truncated`.
-2. `token_coordinates` or `digit_coordinates` finds all coordinates of the answer at once, in order. Some of them only
+2. `token_coordinates` or `digit_coordinates` finds all coordinates of the answer at once, in order. Some results only
    look like coordinates (digits in a description, a coordinate token between two objects). `classify` uses only the
    numbers of lists that `read_answer` has read.
 3. `classify` decides for every entry whether it is an object, or why it is dropped. An answer has dozens of entries,

@@ -75,7 +75,7 @@ class Spelling:
         self._table = Lock()
         self._places: dict[_Context, int] = {}
         # [place, bin, W] the first tokens of each number in each place, filled on demand. An answer needs hundreds of
-        # them.
+        # these tokens.
         self._tokens = np.full((1, _NUM_BINS, WINDOW), _NOT_MET, dtype=np.int32)
 
     def are_single(self, numbers: Numbers, token_ids: Ints) -> bool:
