@@ -201,7 +201,7 @@ def start_server(
 
 def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequence[Process] = ()) -> float:
     """Wait until `server` itself, not another one at the same address, answers `/ready/` with 200. Return the seconds
-    that this took. The servers `beside` must stay alive meanwhile.
+    that the wait took. The servers `beside` must stay alive meanwhile.
 
     Raises ServerError, which shows the end of the log, if one of these servers ends first. Raises DeadlineError after
     `timeout_s`.

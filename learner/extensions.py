@@ -262,7 +262,7 @@ def _check_options(config: TaskConfig) -> None:
 
 
 def make_task(config: TaskConfig, tokenizer: Tokenizer) -> Task:
-    """Return the task of a run. Raises ConfigError if the configuration or the tokenizer does not fit it."""
+    """Return the task of a run. Raises ConfigError if the configuration or the tokenizer does not fit the task."""
     return task_class(config)(config, tokenizer)
 
 

@@ -147,7 +147,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # With pipelining, the caller may have sent its next request already. Then the connection is not idle.
+        # With pipelining, the connection is not idle if the caller has already sent its next request.
         if self.cycle.response_complete:
             self._waiting.add(self)
             # The request was refused before its whole body came, and the caller may never send the rest.

@@ -135,7 +135,8 @@ class Gate:
         return self.state == "updating"
 
     def complete(self, weights: str = "") -> None:
-        """End the update: its weights are checked and served from now on. `weights`: the digest of these weights."""
+        """End the update: its weights are checked and served from now on. `weights`: the digest of the update's
+        weights."""
         assert self.update is not None, "no update under way"
         assert self.state == "updating", "only drained updates complete"
         self.served = ServedWeights(ver=self.update.ver, incarnation=self.update.incarnation, weights=weights)

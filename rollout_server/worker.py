@@ -201,7 +201,7 @@ class Receiving:
         self._num_asked = self._num_loaded = 0
         self._opened = False
         self._seals = hashlib.blake2b(digest_size=16)
-        self._reply: WorkerReply | None = None  # the last reply, once all is loaded
+        self._reply: WorkerReply | None = None  # the update's last reply; None until all weights are loaded
         self._incoming: deque[tuple[torch.Tensor, Operation[None]]] = deque()
         self._receive()
 

@@ -124,7 +124,7 @@ class EngineImages:
         info = self.renderer.get_mm_processor().info
         asked: Any = prompt.for_engine().get("mm_processor_kwargs", {})
         overrides = dict(info.ctx.get_merged_mm_kwargs(asked))
-        # The engine's processor gives levels if vLLM scales and normalizes on the device.
+        # The engine's processor gives levels (0 to 255) if vLLM scales and normalizes on the device.
         if self._dtype == LEVELS:
             overrides |= {"do_rescale": True, "do_normalize": True}
         # With the same arguments as the model's code, vLLM returns its cached processor. Otherwise vLLM reads the files

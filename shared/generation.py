@@ -55,8 +55,8 @@ def engine_args(
 
 
 def render_messages(messages: Sequence[Turn], num_images: int) -> list[Turn]:
-    """Return turns as `{"role", "content": [{"type": "image"} | {"type": "text", "text"}]}`. Without images content
-    stays a plain string, for text-only templates.
+    """Return turns as `{"role", "content": [{"type": "image"} | {"type": "text", "text"}]}`. Without images, the
+    content stays a plain string, for text-only templates.
 
     Raises RequestError if the numbers of placeholders and images differ.
     """

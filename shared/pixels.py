@@ -130,7 +130,7 @@ def settings_of(image_processor: BaseImageProcessor, overrides: Mapping[str, obj
 
 
 def _in_words(value: Any) -> str:
-    if isinstance(value, Mapping) or hasattr(value, "shortest_edge"):  # show different mapping classes alike
+    if isinstance(value, Mapping) or hasattr(value, "shortest_edge"):  # different classes of mappings are shown alike
         return " ".join(f"{name}={number}" for name, number in sorted(dict(value).items()))
     return str(list(value) if isinstance(value, tuple | list) else getattr(value, "value", value))
 

@@ -64,8 +64,8 @@ class Found:
 @dataclass(frozen=True, kw_only=True)
 class Curves:
     """Curves at IoU 0.5, with one value for each point of `GRID`. `precision`: mean over classes of the precision at
-    the recall that the point names; empty without objects. `precision_by_class`: the same for each class. `f1`: F1 of
-    the boxes whose score is at least the point."""
+    the recall that the point names; empty without objects. `precision_by_class`: the precision of each class at these
+    recalls. `f1`: F1 of the boxes whose score is at least the point."""
 
     precision: Sequence[float]
     f1: Sequence[float]

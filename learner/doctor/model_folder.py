@@ -108,7 +108,8 @@ def other_than_trained(config: RunConfig) -> str | None:
     """Return a warning if prompt, form of answers or limits of pixels are not those that the model was trained with."""
     if not (Path(config.model.path) / _SETTINGS).is_file():
         return None
-    from learner.config.inference import prompt_messages, read_settings  # imported here: `check` of keys loads no numpy
+    # imported here, because a check of keys should not load numpy
+    from learner.config.inference import prompt_messages, read_settings
 
     try:
         trained = read_settings(Path(config.model.path))

@@ -1,9 +1,9 @@
 """Moves training state off the device while colocated vLLM computes there (R20).
 
-In: the policy, the optimizer, and which of the two to move. Out: the block `Offload.away`, in which their tensors are
-in host memory. After the block all tensors (weights, gradients, moments) are on the device again, equal bit for bit,
-and tied weights are tied as before. On the CPU nothing is moved. `learner/rollout/colocated_engine.py` uses the block
-for all work of vLLM: its start, weight loads, rollouts.
+In: the policy, the optimizer, and which of the two to move. Out: the block `Offload.away`, in which the moved tensors
+are in host memory. After the block all tensors (weights, gradients, moments) are on the device again, equal bit for
+bit, and tied weights are tied as before. On the CPU nothing is moved. `learner/rollout/colocated_engine.py` uses the
+block for all work of vLLM: its start, weight loads, rollouts.
 
 The host memory is page-locked and kept for the next move.
 """

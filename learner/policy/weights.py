@@ -1,7 +1,7 @@
 """The policy's weights under checkpoint names, with adapters merged, for the sync and for export.
 
 In: a transformers model, possibly with LoRA/DoRA layers. Out: `(name, tensor)` in the state dict's order, with exactly
-the names, shapes and values that `save_pretrained` would write after a merge. Tied weights come once.
+the names, shapes and values that `save_pretrained` would write after a merge. Tied weights are listed once.
 
 Invariant: the model is only read. peft merges a copy of each adapted layer in float32, one layer at a time. So every
 layer that peft can merge is merged correctly, DoRA too. For a sharded model every rank gets the same whole tensors,
@@ -315,7 +315,7 @@ def _is_power_of_two(value: float) -> bool:
 
 
 def _own_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of the model's state dict, without adapters. Tied weights come once."""
+    """Return the parameters and buffers of the model's state dict, without adapters. Tied weights are listed once."""
     ignored = set(model._keys_to_ignore_on_save or ())
     variables = model.state_dict(keep_vars=True)
     # transformers finds tied weights by their memory addresses. A rank's part of a sharded tensor may be empty and have

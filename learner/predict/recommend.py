@@ -1,32 +1,31 @@
 """Recommends a method of training, with its reason: rules over the features of `features.py`.
 
 In: features with their intervals. Out: a method, and for every rule whether it holds, with its numbers. Rules are tried
-in the order below, and the first that holds recommends its method. A whole interval must be above the threshold.
-"Best of K" is the best of K sampled answers to a scene, compared with the greedy answer.
+in the order below, and the first that holds recommends its method. A feature counts as above its threshold only if the
+whole interval is. "Best of K" is the best of K sampled answers to a scene, compared with the greedy answer.
 
-    sft                    the model finds too little to learn from its own answers: PARSE_RATE, LEAST_F1
-    an earlier checkpoint  it answers training scenes much better than validation scenes: OVERFIT_F1. It has learned the
-                           training scenes by heart, so the other features, measured on them, say little
-    rollout_matching_sft   labels are missing, and nothing is sure enough to be completed: MISSING
-    completed labels, grpo labels are missing, and the best of K is better in places: MISSING, HEADROOM, NO_SIGNAL
-    nothing                labels are missing, but the model finds nearly all that is labelled: MISSING, FOUND
-    completed labels, sft  labels are missing: MISSING
-    sft, then grpo         the best of K is better in places (names ignored), and K answers differ: HEADROOM, NO_SIGNAL.
-                           A few steps of sft correct a habit. Then measure again what is left to gain
-    sft                    the best of K is better, but in names or in few scenes: HEADROOM. Labels teach names
-    rollout_matching_sft   the model predicts labels worse after its own answer than after preceding labels: EXPOSURE
-    nothing                there is nothing to gain from these data: the model is right, also on validation scenes, or
-                           more sft overfits
-    sft                    otherwise: the labels still teach
+    `sft`                    The model finds too little to learn from its own answers (PARSE_RATE, LEAST_F1).
+    `an earlier checkpoint`  The model answers training scenes much better than validation scenes (OVERFIT_F1). It knows
+                             the training scenes by heart, so features that were measured on them say little.
+    `rollout_matching_sft`   Labels are missing (MISSING), and no added label would be sure enough.
+    `completed labels, grpo` Labels are missing, and the best of K is better in places (MISSING, HEADROOM, NO_SIGNAL).
+    `nothing`                Labels are missing, but the model finds nearly all that is labelled (MISSING, FOUND).
+    `completed labels, sft`  Labels are missing (MISSING).
+    `sft, then grpo`         The best of K is better in places (names ignored), and K answers differ (HEADROOM,
+                             NO_SIGNAL). A few steps of sft correct a habit. After them, measure again what to gain.
+    `sft`                    The best of K is better, but in names or in few scenes (HEADROOM). Labels teach names.
+    `rollout_matching_sft`   Labels are predicted worse after the model's own answer than after labels (EXPOSURE).
+    `nothing`                The model is right, also on validation scenes, or more sft would overfit.
+    `sft`                    No other rule holds, so the labels still teach.
 
-How many labels are missing is estimated as `labels.complete` does it: from the pixels of the objects that the model
+The number of missing labels is estimated as `labels.complete` does it: from the pixels of the objects that the model
 finds, if possible. If labels are missing and `labels.complete` would add none, rollout matching is recommended, with
 objects without a label kept (`keep_unmatched`). On photographs, by labels that were drawn anew, F1 was 0.664 with
 rollout matching, 0.692 after training on completed labels, and 0.611 with sft. With labels missing at random, grpo on
 completed labels gained up to 0.04 F1 over sft on the same labels; on the photographs it lost 0.02. So grpo is
 recommended only if the best of K is better, and the estimated F1 must decide.
 
-The thresholds are chosen by hand. With them the rules name the right method in all measured comparisons
+The thresholds are chosen by hand. With these thresholds the rules name the right method in all measured comparisons
 (docs/concepts/which-method.md). With complete labels and much headroom in places, sft alone corrected four habits. The
 thresholds without a figure only mark obvious cases.
 """

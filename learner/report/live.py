@@ -71,7 +71,7 @@ class ShownAnswer:
 
     sample_id: str
     facts: Sequence[str]  # short texts: numbers of matched, missed and dropped objects, and the weights' version
-    width: int  # pixels of the drawing
+    width: int  # width of the drawing in pixels
     height: int
     picture: Picture | None
     file: str  # file name of the first image
@@ -324,7 +324,7 @@ def charts(run: RunRecord) -> tuple[list[Chart], Table | None]:
 
 def busy(run: RunRecord) -> Chart | None:
     """Return a chart of the share of the time in which each rank and server worked, over the last BUSY_STEPS steps.
-    IDLE activities are not work. None without a timeline."""
+    Activities in IDLE do not count as work. None without a timeline."""
     last = run.timelines[-BUSY_STEPS:]
     span = sum(line.end_s - line.begin_s for line in last)
     if span <= 0:

@@ -62,8 +62,8 @@ _OF_REGIONS = ("region", "ignored")  # these are in the legend only if a scene h
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """An image as a data URI. `small`: its sides have at most SMALL_SIDE pixels; browsers enlarge it without
-    smoothing."""
+    """An image as a data URI. `small`: True if the sides have at most SMALL_SIDE pixels. Browsers enlarge such a
+    picture without smoothing."""
 
     uri: str
     small: bool

@@ -332,7 +332,7 @@ def _stage2(run: RunRecord) -> dict[str, Chart | None]:
 
 def steps_table(run: RunRecord) -> Table:
     """Return a table with a row per step: every step, or every n-th step of a run with more than MAX_ROWS steps. The
-    last step is always in it."""
+    table always has the last step."""
     stride = -(-len(run.steps) // MAX_ROWS) or 1
     kept = [s for i, s in enumerate(reversed(run.steps)) if i % stride == 0][::-1]
     on_gpu = any("gpu_peak_gib" in step.metrics for step in kept)
