@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from tests.unit.learner.config.examples import minimal, stage2
 from tools.reference import api
 
 ALL = list(blocks())
+command_of, described = cache(typer.main.get_command), cache(api)  # commands and endpoints, each made once
 UNCHECKED = 6  # blocks that say why they cannot be checked: raise it only with a good reason
 
 
@@ -218,7 +220,7 @@ def check_options(module: str, arguments: Sequence[str]) -> None:
 
 def parse(app: typer.Typer, name: str, arguments: Sequence[str]) -> None:
     """Parse a command line with the program's own parser; nothing is invoked."""
-    command: Any = typer.main.get_command(app)
+    command: Any = command_of(app)
     rest = list(arguments)
     if hasattr(command, "commands") and rest and rest[0].startswith("-"):
         if rest[0].split("=")[0] in learner_command.GROUP_OPTIONS:
@@ -274,7 +276,7 @@ def parse_curl(arguments: Sequence[str]) -> None:
     path = re.sub(r"^https?://[^/]+", "", url).rstrip("/")
     if path == "/openapi.json":  # it describes the others
         return
-    paths = {spelled.rstrip("/"): methods for spelled, methods in api()["paths"].items()}
+    paths = {spelled.rstrip("/"): methods for spelled, methods in described()["paths"].items()}
     assert path in paths, f"no such endpoint: {url}"
     if "-d" in arguments:
         name = paths[path]["post"]["requestBody"]["content"][JSON]["schema"]["$ref"].rpartition("/")[2]
