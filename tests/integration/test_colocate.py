@@ -347,6 +347,7 @@ def test_what_vllms_loader_raises_is_an_error_of_the_sync(world: World) -> None:
     refused_then_mended(world)
 
 
+@pytest.mark.slow
 def test_an_engine_without_enough_memory(world: World) -> None:
     """R16, R20: reported at the start, with the keys that help."""
     with pytest.raises(ConfigError, match="does not start") as caught:

@@ -30,7 +30,7 @@ from tests.unit.learner.trainer_world import FakeBackend, Seen, make_config, run
 
 EXTRA = {"desc": "seven", "bbox_2d": [75, 82, 95, 98]}  # pixels; no label of the data comes near it
 EXTRA_BINS = (749, 819, 949, 979)
-VARIANTS = ("sft", "rollout_matching_sft", "stage2_ab_training", "grpo")
+VARIANTS = ("sft", "rollout_matching_sft", slow("stage2_ab_training"), slow("grpo"))
 COMPLETE = {"rollouts": 2, "min_votes": 2}
 
 
