@@ -23,7 +23,7 @@ from learner.rollout.server_backend import ServerBackend
 from rollout_server.app import create_app
 from rollout_server.config import ServerConfig
 from rollout_server.service import RolloutService
-from shared.addresses import free_port
+from shared.addresses import free_ports
 from shared.aio import LoopThread
 from shared.generation import Generation
 from shared.wire import RequestConfig, RolloutInferRequest
@@ -63,7 +63,7 @@ class Servers:
 
     def __init__(self) -> None:
         self.engines = [CountingEngine(i) for i in range(len(WORLD_SIZES))]
-        ports = [free_port() for _ in WORLD_SIZES]
+        ports = free_ports(len(WORLD_SIZES))
         self.urls = [f"http://127.0.0.1:{port}" for port in ports]
         self._servers = [
             self._make(engine, port, size) for engine, port, size in zip(self.engines, ports, WORLD_SIZES, strict=True)
