@@ -181,7 +181,8 @@ class ParsedRollout:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
     """One-to-one matching of valid predictions to ground truth. `pairs` are (index of the prediction, index of the
-    ground-truth object, IoU). `scores` are the calibrated scores of the predictions; None: not calibrated."""
+    ground-truth object, IoU). `scores` are the calibrated scores of the predictions; None: scores were not
+    calibrated."""
 
     parsed: ParsedRollout
     pairs: tuple[tuple[int, int, float], ...]

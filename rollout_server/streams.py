@@ -59,7 +59,8 @@ class AnswerStream(StreamingResponse):
 
     @classmethod
     async def begin(cls, request: Request, lines: AsyncGenerator[bytes], media_type: str = NDJSON) -> AnswerStream:
-        """Wait for the first line, and return the response. Raises the error of a call that fails before it."""
+        """Wait for the first line, and return the response. Raises the error of a call that fails before its first
+        line."""
         return cls(await while_connected(request, _first(lines)), lines, media_type)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -181,8 +181,8 @@ class WeightUpdates:
         return loaded, scores, (loaded_at, scored_at)
 
     async def expect(self, call: ExpectScoresCall) -> None:
-        """Note the scores that the learner expects of the canary. Raises CommunicatorError if the group is not this
-        learner's."""
+        """Note the scores that the learner expects for the canary's answers. Raises CommunicatorError if the group is
+        not this learner's."""
         if call.incarnation != self._gate.incarnation:
             raise CommunicatorError(
                 "the expected scores were refused",
@@ -308,7 +308,7 @@ async def load_and_score(
     started, *_ = await gather(begin)
     assert started is not None, "workers answer"
     # The canary's requests are queued right behind the load, so that they share one forward pass. If the load takes
-    # longer than `_SLICE_S`, they are scored with partly loaded weights, and must be scored again.
+    # longer than `_SLICE_S`, the canary is scored with partly loaded weights, and must be scored again.
     if all(reply.runs_meanwhile for reply in started) and (quick := await _score_behind(engine, call)) is not None:
         return quick
     while not _all_done(replies := await engine.on_workers("sync_poll", _SLICE_S)):

@@ -24,10 +24,10 @@ from shared.reading import json_in
 GIB = 2**30
 LOGITS_CHUNK = 1024  # supervised tokens whose logits exist at once; a test compares it with learner/policy/loss.py
 IMAGE_SHARE = 0.5  # assumed share of image tokens among the tokens of a row
-OTHER_BYTES = GIB  # memory of CUDA's context, and memory that the allocator cannot reuse
+OTHER_BYTES = GIB  # memory of CUDA's context, and memory that the allocator cannot reuse.
 # Memory of an uncompiled layer's activations / memory of a compiled layer's; measured on a model of 4B parameters.
 EAGER = 1.55
-COMPILED_FROM = 5e8  # min number of parameters of a model that `model.compile: auto` compiles
+COMPILED_FROM = 5e8  # min number of parameters of a model that `model.compile: auto` compiles.
 # Bytes per logit. A compiled loss keeps the logit and its gradient in bfloat16. A loss that is not compiled keeps a
 # value in bfloat16 and three in float32.
 COMPILED_LOGITS, EAGER_LOGITS = 4, 14

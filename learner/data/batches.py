@@ -115,7 +115,7 @@ class Batches(Iterator[MicroBatch]):
         self._sampler = sampler_of(len(samples), config=config, plan=plan, rank=rank)
         self._pool = encoder_pool(config, encoder, samples_per_micro_batch=plan.per_device_train_batch_size)
         self._first = 0  # all micro-batches before this one were handed out
-        self._taken: set[int] = set()  # positions after `_first` whose micro-batches were handed out
+        self._taken: set[int] = set()  # positions after `_first` whose micro-batches were handed out.
         # This rank's parts of micro-batches that are not handed out yet, by position.
         self._seen: dict[int, _SeenShare] = {}
         self._ahead: dict[int, list[EncodingJob]] = {}

@@ -25,7 +25,7 @@ from shared.reading import is_file, json_in
 _HEAD_BYTES = 1 << 16
 _MAX_NAMED = 12
 _SMALL_SIDE_PX = 12.0  # a smaller box covers at most a few patches of the model's encoder
-_RARE = 5  # min boxes of a class; a class with fewer is reported
+_RARE = 5  # min boxes of a class; a class with fewer is reported.
 # Min photographs to evaluate on; with fewer there is a warning. With 200 scenes the interval around F1 is 0.03
 # (README.md), so with 20 it is about 0.1, which is as much as training gains.
 LEAST_HELD_OUT = 20

@@ -15,14 +15,14 @@ from learner.records import Size, Unit
 
 _PER_SIDE: dict[Unit, float] = {"shares": 1.0, "percent": 100.0, "thousandths": 1000.0}
 _ALL = 0.98  # min share of boxes inside their photographs if the unit is right
-_FEW = 0.9  # min share of boxes inside their photographs; if it is smaller, the unit or many boxes are wrong
+_FEW = 0.9  # min share of boxes inside their photographs; if it is smaller, the unit or many boxes are wrong.
 # In the right unit, boxes reach at least to the fraction `_FAR` of a side. In a wrong unit, boxes reach at most to
 # `_NEAR`.
 _FAR, _NEAR = 0.75, 0.55
 # Min number of boxes for a hint: `_LEAST` if the other unit fits far better, `_MANY` if it only fits better.
 _LEAST, _MANY = 3, 20
 _ALL_OF, _EVERY = 20_000, 16  # the first 20,000 boxes are all counted, of later boxes only every 16th
-_LARGE = 1_000_000  # pixels; a photograph with fewer is rarely a shrunk copy
+_LARGE = 1_000_000  # pixels; a photograph with fewer is rarely a shrunk copy.
 # Factor by which a rounded coordinate may exceed the image's side, or a rounded area the max area.
 _TOLERANCE = 1.005
 # Sides that labelling tools shrink photographs to, and `max_pixels` of Qwen-VL's processors.

@@ -32,7 +32,7 @@ from learner.tasks.tokens import TokenPieces, pieces_of
 NAME = "answers.json"
 NEWEST = 6  # number of answers in the file
 WRITE_EVERY_S = 2.0  # min seconds between two writes of the file
-MAX_TOKENS = 1500  # max written tokens of an answer, and max written tokens of its tail
+MAX_TOKENS = 1500  # max written tokens of an answer, and max written tokens of its tail.
 # (text, kind, note). The note is the label that is learned instead of the token, or the reason why the token was
 # dropped.
 Token = list[str]

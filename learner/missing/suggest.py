@@ -2,7 +2,7 @@
 
 In: a model, annotations, and K answers to each image. Out: a folder with `suggestions.json`, the suspected objects.
 Suggestions are sorted by the probability that they are right, estimated from pixels and votes
-(`learner.tasks.detection.gaps`), times the root of the answers' agreement. If pixels give no estimate, they are
+(`learner.tasks.detection.gaps`), times the root of the answers' agreement. If pixels give no estimate, suggestions are
 sorted by the agreement, times the score if the model has a calibration (`calibration.json`). A folder that has
 suggestions is not overwritten.
 """

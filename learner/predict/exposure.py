@@ -2,9 +2,9 @@
 
 In: greedy answers, matched with labels. Each answer is cut before the first object that it skipped. The labels that the
 answer lacks follow (`loss.prefix_end: first_miss`). Out: the loss (nats) on the tokens of these labels, by kind of
-token, computed twice: after the model's own answer, and after the preceding labels. The difference between the two is
-what training on the model's own answers can improve and teacher forcing cannot. If the difference is about zero, the
-model's mistakes do not come from reading its own answer.
+token, computed twice: after the model's own answer, and after the preceding labels. The difference between these two
+measurements is what training on the model's own answers can improve and teacher forcing cannot. If the difference is
+about zero, the model's mistakes do not come from reading its own answer.
 
 Only tokens that are the same in both texts are compared. Coordinates in digits count as structure. `TeacherForced` also
 has the loss on all labels, which says how well the model knows them.

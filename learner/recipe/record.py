@@ -30,11 +30,11 @@ from shared.reading import json_in, json_of
 
 # The metrics that are listed as gained or lost.
 SHOWN = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "mean_iou", "f1_any@0.5", "parse_rate", "duplicate_rate")
-LEAST_CHANGE = 0.005  # a metric that changed less is not listed as gained or lost
+LEAST_CHANGE = 0.005  # a metric that changed less is not listed as gained or lost.
 # This value, in place of a stage's name, stands for the model that the user's configuration names.
 START = "start"
 TIME_UP = "its time was up"
-HEADROOM = "headroom.json"  # file in the folder of the stage `grpo`, with its measurements before its first step
+HEADROOM = "headroom.json"  # file in the folder of the stage `grpo`, with its measurements before its first step.
 # Boxes are loose if F1@mIoU / F1@0.5 is below this value. On blood cells the ratio is 0.6, and `grpo` with IoU as
 # reward gained 0.02 F1@0.5 after sft. On digits the ratio is 0.97, and the same `grpo` gained nothing.
 LOOSE = 0.8

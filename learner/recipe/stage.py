@@ -32,7 +32,7 @@ from learner.trainer import Trainer
 from learner.wiring.build import joined_ranks, train_on
 from shared.errors import DataError
 
-SAMPLES, GENERATIONS = 64, 8  # max samples for which headroom is measured; sampled answers to each
+SAMPLES, GENERATIONS = 64, 8  # max samples for which headroom is measured; sampled answers to each.
 # The `micro_step_idx` of the measurement. Training never uses this number, so no seed is used twice.
 _MICRO_STEP = -3
 MEASURED = ("f1_greedy", "f1_best", "headroom", "headroom_places", "name_errors", "no_signal")  # features to measure

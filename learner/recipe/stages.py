@@ -21,16 +21,16 @@ from learner.tasks.detection.task import DetectionTask
 from shared.config.model import ConfigErrors, Mistake, shown
 
 SFT, GRPO, MATCHING = "sft", "grpo", "rollout_matching_sft"
-EVAL_STEPS = 8  # steps between two evaluations, unless the user's configuration sets them
+EVAL_STEPS = 8  # steps between two evaluations, unless the user's configuration sets them.
 # A stage ends after so many evaluations in a row without a better score. In 38 of 39 measured runs of sft, a patience
 # of 2 chooses the same step as a patience of 3, in the other run a better step (bench/README.md). Stages that learn
 # rollouts have noisier scores.
 PATIENCE: Mapping[str, int] = {SFT: 2, GRPO: 3, MATCHING: 3}
 SAVE_MINUTES = 5.0  # minutes between two checkpoints, unless the user's configuration sets a cadence
-BY_IOU: Mapping[str, float] = {"soft_iou": 1.0}  # reward weights of a `grpo` stage that improves the fit of boxes
+BY_IOU: Mapping[str, float] = {"soft_iou": 1.0}  # reward weights of a `grpo` stage that improves the fit of boxes.
 # On digits `grpo` gained with a learning rate of 3e-5, and did not with 1e-4.
 RATE_OF_GRPO = 0.3  # grpo's learning rate is sft's times this (docs/concepts/which-method.md)
-MOST_STEPS = 100_000  # max steps of a stage, which no stage reaches: its time or its patience ends it before
+MOST_STEPS = 100_000  # max steps of a stage, which no stage reaches: its time or its patience ends it before.
 # `max_minutes` of a stage whose time is over. The key must be above 0.
 LEAST_MINUTES = 0.01
 NO_VALIDATION = Mistake(

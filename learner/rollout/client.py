@@ -56,15 +56,15 @@ from shared.wire import (
 T = TypeVar("T")
 log = logging.getLogger("learner.rollout")
 
-HEALTH_TIMEOUT_S = 5.0  # deadline of one call of /health/
+HEALTH_TIMEOUT_S = 5.0  # deadline of one call of /health/.
 # Deadline of the call of /health/ that follows a late answer. Without a reply in this time the server is gone.
 LAST_LOOK_S = 3.0
 POLL_S = 5.0  # seconds between two calls of one server's /health/
-MAX_LOOKS_PER_S = 32.0  # max calls of /health/ per second, to all servers together: each takes 1 ms of CPU
+MAX_LOOKS_PER_S = 32.0  # max calls of /health/ per second, to all servers together: each takes 1 ms of CPU.
 # If other servers can answer, a server counts as gone when its /health/ has been silent for one of these times:
 BROKEN_S = 2.0  # after the server broke a connection
 SILENT_S = 30.0  # if no connection broke
-REPLY_GRACE_S = 10.0  # added to a deadline that the server keeps too, so that the server's error arrives first
+REPLY_GRACE_S = 10.0  # added to a deadline that the server keeps too, so that the server's error arrives first.
 # Uvicorn closes a connection after 5 idle seconds. The client closes a connection earlier, so that uvicorn never closes
 # it just when a new request is sent.
 KEEPALIVE_S = 2.0

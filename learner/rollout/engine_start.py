@@ -119,7 +119,7 @@ def _copy_kernels(source: Path, folder: Path) -> None:
         for kernel in source.iterdir():
             if not (folder / kernel.name).exists():
                 shutil.copytree(kernel, Path(scratch) / kernel.name)
-                with suppress(OSError):  # this fails if another process has copied the kernel meanwhile
+                with suppress(OSError):  # this fails if another process has copied the kernel meanwhile.
                     # A rename shows other processes the whole kernel at once.
                     (Path(scratch) / kernel.name).rename(folder / kernel.name)
 

@@ -310,7 +310,7 @@ class HfBackend(RolloutBackend):
         mode = "greedy" if greedy else decoding.mode
         with_logprobs = (self._logprobs or greedy) and mode != "beam"
         with recorded(record, self._on_call):
-            distinct = {id(sample): sample for sample in asked.samples}  # `grpo` asks for several answers to a sample
+            distinct = {id(sample): sample for sample in asked.samples}  # `grpo` asks for several answers to a sample.
             # Opening a photograph's image takes 5 ms of a core, so each is opened once.
             encoded = {key: self._encode(sample) for key, sample in distinct.items()}
             prompts = [encoded[id(sample)] for sample in asked.samples]

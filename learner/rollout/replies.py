@@ -28,12 +28,12 @@ from shared.waits import awake_s
 from shared.wire import NDJSON, TOKEN_VARIABLE, AnswerLine, ErrorBody, RolloutOutput
 
 T = TypeVar("T")
-RETRY_AFTER_S = 1.0  # seconds before a call is repeated, if the busy server sent no Retry-After
+RETRY_AFTER_S = 1.0  # seconds before a call is repeated, if the busy server sent no Retry-After.
 # Without infer_timeout_s, these constants set the deadline of an /infer/ call (D16), see `Pace.deadline_s`.
 MAX_INFER_S = 600.0
 # The deadline is at least this long, because a weight update or a compilation may delay one call by minutes.
 MIN_INFER_S = 120.0
-PACE_CALLS = 32  # number of last calls whose tokens per second are kept
+PACE_CALLS = 32  # number of last calls whose tokens per second are kept.
 # A call may take so many times the time that it needs at the lowest speed of the last PACE_CALLS calls.
 PACE_MARGIN = 4.0
 

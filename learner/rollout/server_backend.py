@@ -78,7 +78,7 @@ class _StreamJob:
     requests: Sequence[RolloutInferRequest]  # the requests of `asked` as they are sent
     config: RequestConfig
     record: RolloutCallLog
-    members: Sequence[Member]  # servers that served when the stream began
+    members: Sequence[Member]  # servers that served when the stream began.
     # The weights that must have made the answers. None: no sync has been made yet, so this is not checked.
     served: ServedWeights | None
 

@@ -133,7 +133,7 @@ class StepRollouts:
         self._ended = False
         self._error: BaseException | None = None
         self._began = time.perf_counter()
-        self.seconds = 0.0  # time that the rollouts took; 0 until they have ended
+        self.seconds = 0.0  # time that the rollouts took; 0 until they have ended.
         # A daemon thread: after an error the interpreter exits without waiting for an answer.
         self._thread = threading.Thread(target=self._produce, name="rollout-producer", daemon=True)
 

@@ -98,7 +98,7 @@ def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     """Return rows as lists of indices into `lengths`. Lengths are packed from the longest to the shortest, each into
     the fullest row that has room for it (Johnson 1973: at most 11/9 of the fewest possible rows + 1)."""
     rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (tokens left, row), ascending
+    free: list[tuple[int, int]] = []  # (tokens left, row), ascending.
     # Segments of equal length keep their order of arrival, so that equal inputs give equal rows.
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         at = bisect_left(free, (lengths[index], 0))

@@ -110,7 +110,7 @@ class Bounds:
     # Calls for shares other than the most urgent one start only while fewer packs than this are queued.
     start_below: int
     keep_at_most: int  # max queued packs; the oldest packs above this number are dropped
-    version_window: int  # max syncs between the rollouts of a pack and its learning; older packs are dropped
+    version_window: int  # max syncs between the rollouts of a pack and its learning; older packs are dropped.
     # Max updates from a rollout's weights to the step that learns the rollout; None: no limit.
     max_update_lag: int | None = None
     sync_every: int = 1  # number of shares that are learned as rollouts between two syncs
@@ -201,7 +201,7 @@ class Outlook:
     complete: Mapping[int, int]
     is_making: bool  # True: the most urgent share is not complete, and a call is in flight or may start
     goes_on: bool  # True: calls for other shares may start before the most urgent share is learned
-    stood_still: bool  # True: at some time since the last `take`, no call was in flight and none was permitted
+    stood_still: bool  # True: at some time since the last `take`, no call was in flight and none was permitted.
     # Keys are the shares with packs or a call in flight. A value is the number of updates in the oldest weights that
     # made rollouts of the share.
     begun: Mapping[int, int]

@@ -74,8 +74,8 @@ class Stage2Steps(StepSource):
         self._parts, self._ranks, self._clock = parts, parts.ranks, parts.clock
         self._decision: ChannelDecision | None = None
         self._global_step = 0  # the step that began last
-        self._executed_b = 0  # number of Channel-B steps since the run began, also before a resume
-        # samples that a checkpoint of another trainer variant carried; they are never learned
+        self._executed_b = 0  # number of Channel-B steps since the run began, also before a resume.
+        # Samples that a checkpoint of another trainer variant carried; they are never learned
         self._carried: list[str] = []
 
     # ---- what a subclass says of Channel-B -------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def open_groups(
     except BaseException:
         cancel(posts)
         for group, join in joins:
-            join.cancel(CommunicatorError(f"joining {group.name} was given up"))  # frees the port for the next group
+            join.cancel(CommunicatorError(f"joining {group.name} was given up"))  # frees the port for the next group.
             # If the group was joined before the join could be cancelled, leave the group.
             if join.future.exception() is None:
                 join.result().abort()

@@ -28,7 +28,7 @@ EXACT_TOLERANCE, TOLERANCE = 0.01, 0.1
 # (None: as trained), and whether an adapter is merged into them.
 Scorer = Callable[[torch.dtype | None, bool], CanaryScores]
 
-CANARY_SAMPLES = 2  # number of prompts that learner and server both score after a sync
+CANARY_SAMPLES = 2  # number of prompts that learner and server both score after a sync.
 # Max pixels of an image's side, and max tokens of an answer. With these limits the prompts and the requests that read
 # the cache fit into one CUDA graph of an engine (512 tokens). Short answers show faults as well as long ones: with
 # planted faults, the mean gaps over the first 32, 64 and 128 tokens of an answer differ by a factor of 0.77 to 1.35.

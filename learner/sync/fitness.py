@@ -65,7 +65,7 @@ def server_check(
         check_architecture(client.base_url, status, architecture)
         for item in prompts:
             if status.gate == "poisoned":
-                return  # the server scores nothing before the first sync; that sync's canary then checks the prompt
+                return  # the server scores nothing before the first sync; that sync's canary then checks the prompt.
             # Pixels are asked for too: both sides may have the same prompt and still see different images.
             reply = await client.score(ScoreCall(items=score_items([item], pixels=True)))
             check_vision(client.base_url, item, reply, same)

@@ -146,7 +146,7 @@ class ReturnWatch:
 
     def __init__(self, backend: ServerBackend, check: CheckServer | None = None) -> None:
         self._backend, self._check = backend, check
-        self.fit: set[str] = set()  # ids of the server processes that have passed `check`
+        self.fit: set[str] = set()  # ids of the server processes that have passed `check`.
         # Keys are URLs. A value is the reason why the server cannot join; "": no reason is known, so it may become
         # ready.
         self._unfit: dict[str, str] = {}

@@ -63,7 +63,7 @@ from shared.waits import Deadline, Retry
 from shared.wire import Bucket, ServedWeights, ServerStatus, UpdateWeightsCall, UpdateWeightsReply
 
 T = TypeVar("T")
-GOODBYE_S = 3.0  # max wait, after a failed sync, until the servers have confirmed that the group is closed
+GOODBYE_S = 3.0  # max wait, after a failed sync, until the servers have confirmed that the group is closed.
 # A server that has not served yet may be slow. If such a server takes part, join and update together may take
 # NEWCOMER_S seconds, or NEWCOMER_MARGIN times as long as the last update without such a server, whichever is more. The
 # update alone may always take LEAST_S.
@@ -100,7 +100,7 @@ class ServerDelivery:
         self._device, self._start_join = device, start_join
         self.members = Members(backend, ranks, control=control, check=check)
         self._groups = ServerGroups((), "", b"")
-        self._statuses: dict[str, ServerStatus] = {}  # URL -> the server's status when its group was joined
+        self._statuses: dict[str, ServerStatus] = {}  # URL -> the server's status when its group was joined.
         # The buckets of each source and dtype, which are the same in every sync.
         self._plans: dict[tuple[WeightSource, torch.dtype | None], list[Bucket]] = {}
         self._full_weights = ""  # digest of the last full update, which is part of the digest of an adapter
@@ -109,7 +109,7 @@ class ServerDelivery:
         self._newcomers = Deadline(0.0)  # one deadline for join and update together, if new servers take part
         self._deadline = Deadline(0.0)  # deadline for reaching as many servers as this sync needs
         self._parts: dict[str, float] = {}  # seconds that each part of this sync took
-        self._learner: dict[tuple[torch.dtype | None, Mode], CanaryScores] = {}  # the learner's scores for this sync
+        self._learner: dict[tuple[torch.dtype | None, Mode], CanaryScores] = {}  # the learner's scores for this sync.
         # Number of syncs for which the learner computed scores.
         self._num_scored: Counter[tuple[torch.dtype | None, Mode]] = Counter()
 
@@ -210,8 +210,8 @@ class ServerDelivery:
 
     @property
     def _dtype(self) -> torch.dtype | None:
-        """The type in which weights are sent: the servers' type. None: as trained, if servers have several types; each
-        server then rounds the weights itself."""
+        """The type in which weights are sent: the servers' type. None: servers have several types, so weights are sent
+        as trained, and each server rounds them itself."""
         dtypes = {status.dtype for status in self._statuses.values()}
         return DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
 

@@ -1,6 +1,7 @@
 """Broadcasts from a learner to the workers of rollout servers: TCP on CPU, NCCL between GPUs (R09, R42).
 
-In: tensors that every rank has allocated with the same size. Out: the source's bytes on every rank.
+In: tensors that every rank has allocated with the same size. Out: every rank has the bytes of the rank that broadcasts
+(the source).
 
 Invariants: ranks 0..n-2 are servers' workers, and the last rank is the learner. All ranks connect to rank 0, and must
 know the group's secret (`meeting.py`). No byte from a socket is unpickled. Every operation has a deadline, and ends in

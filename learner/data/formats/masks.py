@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from shapely.geometry.base import BaseGeometry
 
-_TOLERANCE = 1.0  # max distance in pixels between a polygon and the stepped edge of its mask
+_TOLERANCE = 1.0  # max distance in pixels between a polygon and the stepped edge of its mask.
 # Reading a mask takes 33 us per run length.
 MOST_RUNS = 1 << 16  # max run lengths of a mask
 _MOST_CHARACTERS = 7  # max characters of one run length as text: 35 bits

@@ -42,7 +42,7 @@ OWN_CLASS = 60  # min right examples of a class with a classifier of its own; sm
 MOST_LABELS = 6000  # max labels whose pixels are read; more labels do not improve the estimate
 FOLDS = 3
 ON, BESIDE = (0.55, 1.01), (0.08, 0.45)  # (min, limit) of the IoU with the label, for right and for misplaced examples
-_BORDER = 0.0125  # share of a side; a box nearer than this to the photograph's border touches it
+_BORDER = 0.0125  # share of a side; a box nearer than this to the photograph's border touches it.
 # For a crop: its number of cells per side, its side divided by the side of the box, and the min side of the box in
 # pixels.
 _SIDE, _GROWN, _SHORTEST = 12, 1.5, 4.0
@@ -52,8 +52,8 @@ PENALTY = 300.0  # L2 penalty on the classifiers' weights
 _BIN_EDGES = np.linspace(-5, 5, 11)  # edges of bins of scores, in logits
 _FEWEST_FINDS = 25  # min finds of a group with equal votes; smaller groups are merged before their shares are fitted
 _FEWEST_EXAMPLES = 25
-# With this weight the error in a model's number of right boxes is 9 of about 800. Without it the error is 13, as large
-# as the difference between two models.
+# With this weight the error in a model's number of right boxes is 9 of about 800. With a weight of 0 the error is 13,
+# as large as the difference between two models.
 _OF_FIRST = 200.0  # weight, counted in finds, of the first model's shares when the shares of a later model are fitted
 
 Floats = NDArray[np.float64]

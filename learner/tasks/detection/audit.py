@@ -27,7 +27,7 @@ from learner.records import Votes
 from shared.errors import DataError
 
 Verdict = Literal["right", "wrong name", "nothing there", "cannot tell"]
-FEWEST = 10  # min verdicts that say right or wrong; an audit with fewer is refused
+FEWEST = 10  # min verdicts that say right or wrong; an audit with fewer is refused.
 # Means of the prior of a, b and c (see the module). Without verdicts these means leave the probabilities as they are.
 _PRIOR = np.array([0.0, 1.0, 0.0])
 _SPREAD = np.array([0.5, 0.3, 0.3])  # standard deviations of the prior, in logits

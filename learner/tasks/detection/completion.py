@@ -52,7 +52,7 @@ from learner.tasks.detection.match import Overlaps
 # All figures of `labels.complete` were measured with this value.
 OVERLAP = 0.3  # min IoU of two boxes that are taken for the same object
 MIN_CLUSTERS = 20  # min clusters that overlap labels; fewer give no estimate
-ENOUGH = 150  # min number of clusters that overlap labels from which r (see the module) is computed
+ENOUGH = 150  # min number of clusters that overlap labels from which r (see the module) is computed.
 # For complete labels the estimate was at most 0.05. For labels of which 40% were removed it was at least 0.38.
 MISSING = 0.10  # if more than this fraction of the objects has no label, labels are reported to have gaps
 MIN_MISSING = 0.02  # if less than this fraction of the objects has no label, nothing is completed
@@ -145,7 +145,7 @@ class CompletionEstimate:
     precision: tuple[float, ...]  # fraction of right ones among the clusters without a label that have exactly v votes
     free: tuple[int, ...]  # number of clusters without a label with exactly v votes
     source: Source = "votes"
-    auc: float | None = None  # how well pixels separate right from wrong examples at labels; None: not tried
+    auc: float | None = None  # how well pixels separate right from wrong examples at labels; None: not tried.
     # True if labels may be complete: even the clusters without a label that have the most votes may be invented.
     may_be_complete: bool = False
     not_random: str = ""  # the sign that labels are not missing at random, as a sentence; empty: there is no sign

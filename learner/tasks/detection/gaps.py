@@ -44,10 +44,10 @@ from learner.tasks.detection.geometry import iou_matrix
 
 # On photographs of cells this minimum gains 577 labels (right labels minus wrong labels). Without it, a min number of
 # votes gains at most 496.
-PROBABLE = 0.5  # min probability of a new label; less probable labels harm more than they help
+PROBABLE = 0.5  # min probability of a new label; less probable labels harm more than they help.
 # Min clusters with a label, and min clusters without a label. With fewer it is not tested whether gaps are random.
 _FEWEST = 20
-_AUC, _CHANCE = 0.6, 0.001  # gaps depend on a box's features if AUC > `_AUC` and p-value < `_CHANCE`
+_AUC, _CHANCE = 0.6, 0.001  # gaps depend on a box's features if AUC > `_AUC` and p-value < `_CHANCE`.
 # Gaps depend on the photograph if chi2 / degrees of freedom > `_SPREAD` and p-value < `_SPREAD_CHANCE`.
 _SPREAD, _SPREAD_CHANCE = 1.8, 0.001
 _BORDER = 12.5  # bins; a box nearer than this to the photograph's border touches it

@@ -47,7 +47,7 @@ FEATURES = (
     "overlap_same",  # the largest IoU with another candidate of the same name
     "rivals",  # the largest share of answers that have an overlapping candidate
 )
-_LEAST = -12.0  # min log-probability of a feature, in nats; lower values are raised to it
+_LEAST = -12.0  # min log-probability of a feature, in nats; lower values are raised to it.
 # Without a calibration, a log-probability of -4 nats (a probability of 0.02) gives a score of 0.5.
 _HALF_NATS = 4.0
 

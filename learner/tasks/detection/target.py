@@ -65,7 +65,7 @@ def build_target(
     positions, labels = coordinate_labels(assignment, read, task.coordinate_text, tokenizer)
     target.labels[positions] = labels
     target.loss_weights[positions] = 1.0
-    # A token that holds a part of a coordinate keeps the label that it got above.
+    # A token that holds a part of a coordinate keeps the coordinate's label, which it got above.
     if loss.matched_desc_weight:
         for position, label in description_labels(assignment, task.desc_text, tokenizer):
             _teach_besides(target, position, label, loss.matched_desc_weight)
