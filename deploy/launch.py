@@ -9,7 +9,7 @@
     ready_timeout_s: 600
 
 Every configuration, and the learner's folder, is checked before anything starts. The exit code is the learner's, or
-128 + n after signal n. `--check` starts nothing: it also checks the data, this machine, and the servers' ports.
+128 + n after signal n. `--check` starts nothing, but also checks the data, this machine, and the servers' ports.
 
 If a server ends before the learner has started, the launch ends. A server that ends later is restarted up to
 `max_restarts` times, each time after a longer wait; after an uptime of STEADY_S the count begins anew. A server that

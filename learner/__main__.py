@@ -370,8 +370,8 @@ def calibrate(
 ) -> None:
     """Fit the scores of a model's boxes.
 
-    The model answers validation images. This gives calibration.json, with which predict says how probably a box is
-    right.
+    The model answers validation images. The answers give calibration.json, with which predict says how probably a box
+    is right.
     """
 
     numbers = _numbers(samples, "--samples")

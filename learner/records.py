@@ -327,7 +327,8 @@ class SyncReceipt:
     pause_s: float = 0.0  # longest time that any server generated nothing and took no call; 0: not measured
     fallback: str = ""  # why full syncs replace adapter syncs from this sync on; else empty
     repeated: tuple[str, ...] = ()  # the error of each failed try before this one
-    parts: Mapping[str, float] = field(default_factory=dict)  # seconds on the host, by part; empty: not measured
+    # seconds on the host for each part of the sync; empty: not measured
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 # ---- annotations, as readers yield them -----------------------------------------------------------------------------

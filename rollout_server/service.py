@@ -74,7 +74,8 @@ class RolloutService:
         self.updates = WeightUpdates(engine, self.waiting_gate, config)
         self.metrics = Metrics(self.waiting_gate, self.updates.totals)
         self.server_id = server_id or uuid.uuid4().hex[:12]
-        # Answers are kept as bytes. Each takes 5 KiB instead of 16, and the garbage collector need not walk it.
+        # Answers are kept as bytes. As bytes an answer takes 5 KiB instead of 16, and the garbage collector need not
+        # walk it.
         self._answers: RecentAnswers[bytes] = RecentAnswers(KEPT_ANSWERS)
         self._versions = _versions()
         self._num_requests = 0  # requests in calls that run now or wait for a weight update

@@ -284,8 +284,8 @@ async def load_and_score(
     """Receive and load the weights, and score the canary (fixed answers). Returns a worker's last reply, the canary's
     scores, and the time at which the load ended (monotonic clock).
 
-    The caller holds the gate, and leaves the group if this raises. Raises the errors of the workers, the media rules
-    and the engine.
+    The caller holds the gate, and leaves the group if this function raises. Raises the errors of the workers, the media
+    rules and the engine.
 
     Caches are reset right after the receiving has begun. If the model can run while weights are loaded, the canary's
     requests are queued before the load ends.

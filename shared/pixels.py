@@ -30,7 +30,7 @@ TOLERANCE = 0.02  # max difference of normalized values: two or three of 256 lev
 LEVELS_TOLERANCE = 2.0
 # The stride is a prime, so that the sampled values cover all channels and all places within a patch.
 _STRIDE = 7919
-# Number of patches converted at a time. With so few, temporaries stay in the cache.
+# Number of patches converted at a time. With so few patches, temporaries stay in the cache.
 _ROWS = 512
 _SETTINGS = (
     "size",

@@ -71,7 +71,7 @@ class PassGraph:
     @classmethod
     def of(cls, run: Pass, weights: Iterable[torch.Tensor], record: Record = cuda_graph) -> PassGraph | None:
         """Return the pass `run` captured as a graph. If the pass cannot be captured, return None and log the reason. If
-        `run` reads on the host, no other thread may wait for the device meanwhile."""
+        `run` reads on the host, no other thread may wait for the device during the capture."""
         notes = Notes(weights)
         with notes.noting():
             now = run()

@@ -165,7 +165,7 @@ def check_kept_metric(config: RunConfig) -> None:
     metric = kept_metric(config)
     if metric is None or config.training.keep_best == "auto":
         return
-    from learner.tasks import key_value  # imported here: it takes a second
+    from learner.tasks import key_value  # imported here, because the import takes a second
     from learner.tasks.detection import task as detection
 
     of_tasks = {"detection": detection.EVALUATED, "key_value": key_value.EVALUATED}

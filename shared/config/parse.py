@@ -139,7 +139,7 @@ def _inside(path: KeyPath, bad: Iterable[KeyPath]) -> bool:
 
 def _one_each(found: list[tuple[KeyPath, Mistake]]) -> list[Mistake]:
     """Return one mistake per key, and none for a section if a key inside it has one."""
-    # pydantic reports a mistake of every member of a union. The first one is kept.
+    # pydantic reports a mistake for every member of a union, and only the first of these is kept.
     first = dict(reversed(found))
     sections = {path[:depth] for path in first for depth in range(len(path))}
     return [mistake for path, mistake in reversed(first.items()) if path not in sections]
