@@ -242,9 +242,9 @@ def check(
     Prints every mistake, or what the data is and that the run is ready. Starts nothing, but imports the parts that the
     configuration names (rewards, tasks, readers), so their code runs.
 
-    With --machine it then looks at libraries, memory, disk, ports and the rollout servers. Exit code 2 if the
-    configuration or its data is wrong, 1 if something else is. `rollout-launch --check` checks a launch and its
-    devices.
+    With --machine it then looks at libraries, memory, disk, ports and the rollout servers. Exit code 2: the
+    configuration or its data is wrong. Exit code 1: something else is wrong. `rollout-launch --check` checks a launch
+    and its devices.
     """
     if not machine:
         _end(lambda: _check(config, overrides or (), probe, world_size, people=not json, draw=draw, out=out))

@@ -114,7 +114,8 @@ class Batches(Iterator[MicroBatch]):
         self._samples, self._augmented = samples, augmented
         self._sampler = sampler_of(len(samples), config=config, plan=plan, rank=rank)
         self._pool = encoder_pool(config, encoder, samples_per_micro_batch=plan.per_device_train_batch_size)
-        self._first = 0  # all micro-batches before this one were handed out
+        # Position of the first micro-batch that was not handed out; all earlier ones were.
+        self._first = 0
         self._taken: set[int] = set()  # positions after `_first` whose micro-batches were handed out.
         # This rank's parts of micro-batches that are not handed out yet, by position.
         self._seen: dict[int, _SeenShare] = {}
@@ -197,7 +198,8 @@ class Batches(Iterator[MicroBatch]):
 
     def state(self) -> dict[str, object]:
         """Return the position in the data, as JSON. `position`: the first micro-batch that was not handed out. `taken`:
-        later micro-batches that were handed out. Other values identify the data."""
+        later micro-batches that were handed out. The other entries identify the data, so that a resume with other data
+        is noticed."""
         return {"position": self._first, "taken": sorted(self._taken), **self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ class Share:
     """One rank's part of one micro-batch."""
 
     epoch: int
-    micro_batch: int  # number of the micro-batch within the epoch
+    micro_batch: int  # number of the micro-batch in its epoch
     indices: tuple[int, ...]  # indices into the samples
     first_req_idx: int  # place of the share's first sample in the micro-batch of all ranks
     ends_epoch: bool
@@ -55,7 +55,8 @@ class DistributedSampler:
         self.num_places, self.num_ranks, self.rank, self.repeats = num_samples * repeats, num_ranks, rank, repeats
         self.seed, self.shuffle = seed, shuffle
         self.global_batch = num_ranks * samples_per_rank
-        self._order: tuple[int, NDArray[np.int64]] | None = None  # (epoch, its order) of the last call of `order`
+        # (epoch, order of this epoch) of the last call of `order`
+        self._order: tuple[int, NDArray[np.int64]] | None = None
 
     @property
     def per_epoch(self) -> int:

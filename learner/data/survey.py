@@ -37,7 +37,8 @@ _MOST_MISPLACED = 0.25  # share of misplaced boxes; above it the unit is probabl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """Counts of one split. `sizes` are the smallest, the median and the largest (width, height) in pixels, by area."""
+    """The counts that describe one split. `sizes` are the smallest, the median and the largest (width, height) in
+    pixels, by area."""
 
     num_samples: int
     num_images: int
@@ -200,8 +201,8 @@ class Seen:
 
 
 def pixel_limits(model: ModelConfig) -> PixelLimits | None:
-    """Return the pixel limits that `model` sets; a limit that is null is the checkpoint's. None if the checkpoint's
-    limits are not known: it is not on this machine, or its processor has no such limits."""
+    """Return the pixel limits that `model` sets. If a limit is null, the checkpoint's limit is taken. None if the
+    checkpoint's limits are not known: it is not on this machine, or its processor has no such limits."""
     own = _own_limits(Path(model.path))
     if own is None:
         return None if model.max_pixels is None else PixelLimits(least=model.min_pixels or 1, most=model.max_pixels)

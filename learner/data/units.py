@@ -22,7 +22,7 @@ _FAR, _NEAR = 0.75, 0.55
 # Min number of boxes for a hint: `_LEAST` if the other unit fits far better, `_MANY` if it only fits better.
 _LEAST, _MANY = 3, 20
 _ALL_OF, _EVERY = 20_000, 16  # the first 20,000 boxes are all counted, of later boxes only every 16th
-_LARGE = 1_000_000  # pixels; a photograph with fewer is rarely a shrunk copy.
+_LARGE = 1_000_000  # number of pixels; a photograph with fewer pixels is rarely a shrunk copy.
 # Factor by which a rounded coordinate may exceed the image's side, or a rounded area the max area.
 _TOLERANCE = 1.005
 # Sides that labelling tools shrink photographs to, and `max_pixels` of Qwen-VL's processors.

@@ -91,7 +91,7 @@ class Record:
     digest: str  # see `digest_of`
     minutes: float  # time for all stages together
     metric: str  # name of the metric that decides which weights are best; "auto" until the first stage has ended
-    stages: tuple[StageResult, ...] = ()  # stages that have ended, in order
+    stages: tuple[StageResult, ...] = ()  # stages that have ended, in the order in which they ended
     headroom: Mapping[str, FeatureEstimate] = field(default_factory=dict)  # what `grpo` measured before its first step
     grpo: str = ""  # the reason to run `grpo`; empty if it was not decided to run it
     no_grpo: str = ""  # the reason not to run `grpo`; empty if that was not decided
@@ -232,7 +232,8 @@ def _labels(run_dir: Path) -> dict[str, Any]:
         return {"labels": "", "completed": False}
     found = json_in(files[-1])
     completed = found["min_votes"] is not None and bool(found["added"])
-    # The rules ask about the model with which the stage began. This model made the first completion.
+    # The recipe's rules ask whether the model with which the stage began can complete labels. This model made the first
+    # completion.
     cannot = CompletionEstimate.of_json(json_in(files[0])["estimate"]).cannot_complete
     return {"labels": found["text"], "completed": completed, "cannot_complete": cannot and not completed}
 

@@ -19,7 +19,9 @@ from shared.seeds import request_seed
 
 # `micro_step_idx` of requests that belong to no micro-step. The values are negative, so that no two requests share a
 # seed.
-AHEAD_OF_STEPS = -1  # for rollouts made ahead of the steps; their `global_step` is the number of their share of samples
+# For rollouts that are made ahead of the steps. Their `global_step` is the number of their share (the samples of one
+# step).
+AHEAD_OF_STEPS = -1
 COMPLETES_LABELS = -2  # for rollouts that complete the labels of samples
 TELL_S = 10.0  # seconds between two lines that report the progress of an evaluation
 

@@ -18,8 +18,8 @@ whole quota in flight (D9). So a server whose queue is empty takes requests from
 
 If a batch fails, its unanswered requests are sent again in halves. If a server becomes busy after some answers of a
 batch, it has not failed, and the other requests are sent again. A server is lost if it is gone, stays busy, or fails
-one request twice. The requests of a lost server go to other servers, with the same seeds (D15). `run` raises if a
-request also fails twice on a second server, or is malformed.
+one request twice. The requests of a lost server go to other servers, with the same seeds (D15). `run` raises an error
+if a request also fails twice on a second server, or if the request is malformed.
 """
 
 from __future__ import annotations

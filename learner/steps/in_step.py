@@ -188,7 +188,8 @@ class StepRollouts:
                     # and the samples' prompts are in memory anyway.
                     self._rows.add(place, segment)
                     self._changed.notify_all()
-        except BaseException as raised:  # of any type: `next_row` raises it in the thread that learns
+        # An error of any type is kept, and `next_row` raises it in the thread that learns.
+        except BaseException as raised:
             error = raised
         with self._changed:
             self._error, self._ended = error, True

@@ -235,7 +235,8 @@ class Producer:
         while (call := self._begin_call()) is not None:
             try:
                 segments = self._stages.run(call)
-            except BaseException as error:  # of any type: the thread that learns raises it
+            # An error of any type is kept, and the thread that learns raises it.
+            except BaseException as error:
                 self._fail_call(error)
             else:
                 self._finish_call(call, segments)

@@ -83,8 +83,8 @@ class Shares:
         return left[self._num_b(step, min(step + len(left), self._total_steps)) - 1]
 
     def next_b(self, step: int, *, behind: int = 0) -> int | None:
-        """Return the first scheduled Channel-B step from `step` on, after skipping `behind` such steps. None: the run
-        has no such step left."""
+        """Return the first scheduled Channel-B step from `step` on, after skipping `behind` such steps. Return None if
+        the run has no such step left."""
         if self._ratio == 0:
             return None
         found = math.ceil((math.floor(step * self._ratio) + 1 + behind) / self._ratio) - 1

@@ -414,8 +414,8 @@ def check_sent(buckets: Sequence[Bucket], sums: Sequence[torch.Tensor], scored: 
     """Raises SyncError unless the sent weights are bit for bit the weights that the learner scored the canary with.
 
     A stale tensor can change log-probabilities less than different kernels do. So the comparison of log-probabilities
-    (the canary) cannot show it. `sums`: the checksum of each sent bucket, int64 `[]`. `scored`: checksums per tensor. A
-    bucket is not compared if one of its tensors has no checksum in `scored`.
+    (the canary) cannot show a stale tensor. `sums`: the checksum of each sent bucket, int64 `[]`. `scored`: checksums
+    per tensor. A bucket is not compared if one of its tensors has no checksum in `scored`.
     """
     known = [(i, bucket) for i, bucket in enumerate(buckets) if all(t.name in scored for t in bucket.tensors)]
     if not known:

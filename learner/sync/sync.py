@@ -114,7 +114,7 @@ class Sync:
         self.ver = 0  # version of the last completed sync
         self._delivery, self._weights, self._adapter = delivery, weights, adapter
         self._fallback_to_full, self._fallback = fallback_to_full, ""
-        self._failures: list[str] = []  # errors of the running sync's failed tries
+        self._failures: list[str] = []  # errors of the failed tries of the running sync
         self._is_connected = self._base_is_loaded = False
 
     def connect(self) -> None:

@@ -44,7 +44,7 @@ class SyncConfig(Section):
 
 
 class VllmConfig(Section):
-    """vLLM: inside the learner's job, or behind rollout servers."""
+    """vLLM, which makes the rollouts: inside the learner's job, or on rollout servers."""
 
     mode: Literal["colocate", "server"] = key(
         "`colocate`: on the training devices; `server`: on rollout servers", "colocate", req="R02"

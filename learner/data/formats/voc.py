@@ -231,7 +231,8 @@ def _check_place(tag: object, parent: object) -> None:
 
 
 def _text(parent: ElementTree.Element | None, name: str) -> str:
-    """Return the text of the only child with that name; "" if there is no such child. Raises ValueError for several."""
+    """Return the text of the only child with that name; "" if there is no such child. Raises ValueError if there are
+    several such children."""
     found = parent.findall(name) if parent is not None else []
     if len(found) > 1:
         raise ValueError(f"{len(found)} times <{name}>")

@@ -365,8 +365,9 @@ def _vote_groups(votes: NDArray[np.int64]) -> list[NDArray[np.int64]]:
 def _right_of_mixture(
     scores: Floats, kinds: Sequence[Floats], first: Sequence[float] | None
 ) -> tuple[Floats, Sequence[float]]:
-    """Return for each score [F] of a find (a box without a label) the probability that the find is of the first kind
-    (right). Also return the likeliest shares of the kinds. `kinds` has the scores of the examples of each kind."""
+    """Return for each score [F] of a find (a box without a label) the probability that the find is right. Also return
+    the likeliest shares of right and of misplaced finds. `kinds` has the scores of right examples and of misplaced
+    examples."""
     places = np.digitize(scores, _BIN_EDGES)
     # Half an example more in each bin: where no kind has one, the probabilities would be 0 / 0.
     density = np.array(

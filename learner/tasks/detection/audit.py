@@ -54,8 +54,8 @@ class AuditedFind(NamedTuple):
 
 
 def draw(votes: Sequence[int], number: int, seed: int = 0) -> list[int]:
-    """Draw `number` finds (boxes of the model without a label), or all if there are fewer. Return their indices in
-    `votes`, in random order."""
+    """Draw `number` finds (boxes of the model without a label), or all if there are fewer. Return the indices of the
+    drawn finds in `votes`, in random order."""
     rng = np.random.default_rng(seed)
     of = np.array(votes)
     kinds, sizes = np.unique(of, return_counts=True)

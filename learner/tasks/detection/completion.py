@@ -230,7 +230,7 @@ Counts = NDArray[np.float64]  # [K], one value for each number of votes, 1 to K
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fit:
     missing: float  # upper bound of the share of the objects without a label
-    surest: tuple[float, float]  # among the clusters with the most votes: (number without a label, number of all)
+    surest: tuple[float, float]  # (number without a label, number of all) of the clusters with the most votes
     precision: Counts  # probability that a cluster without a label is right: p s in the module's docstring
 
 

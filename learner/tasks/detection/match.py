@@ -45,8 +45,8 @@ class Overlaps:
 
     iou: Floats  # [P, G]
     same: NDArray[np.bool_]  # [P, G] equal names
-    inside: Floats  # [P] the largest share of a prediction's area in one ignore region of its class
-    inside_any: Floats  # [P] the largest share of a prediction's area in one ignore region of any class
+    inside: Floats  # [P] the largest fraction of a prediction's area that lies in one ignore region of its class
+    inside_any: Floats  # [P] the largest fraction of a prediction's area that lies in one ignore region, of any class
 
     @classmethod
     def of(

@@ -92,7 +92,7 @@ def apart(
 def up_to_object(parsed: ParsedRollout, index: int, task: ObjectTask) -> ParsedRollout:
     """Return the answer up to the end of its valid object `index` (-1: before the first object).
 
-    If a token fuses the object's end with coordinates of the next object, the result has more objects.
+    If a token holds both the object's end and coordinates of the next object, the result has more objects.
     """
     rollout = parsed.rollout
     length = int(parsed.slots.end[parsed.objects[index].slots[-1]]) if index >= 0 else 0
@@ -132,7 +132,7 @@ def overrun_label(assignment: Assignment, task: ObjectTask, tokenizer: Tokenizer
     parsed = assignment.parsed
     last = max((index for index, *_ in assignment.pairs), default=-1)
     covered = up_to_object(parsed, last, task)
-    if len(covered.objects) > last + 1:  # a token fuses the object's end with a coordinate
+    if len(covered.objects) > last + 1:  # a token holds both the object's end and a coordinate of the next object
         return None
     closing = pieces_of(tokenizer).encode(task.serialize((), after=covered).text)
     own = parsed.rollout.response_token_ids[covered.prefix_length : parsed.prefix_length]

@@ -4,11 +4,11 @@ In: samples with labels, and each model's boxes. Out: how many boxes of each mod
 number of objects in the photographs.
 
 1. A box is right if it has a label's name and place, one-to-one (IoU >= 0.5). A box is wrong if it is near a label
-   without matching it, or is a second box on one object. Any other box is right with a probability. This probability
-   comes from the box's pixels (`appearance`) and from the fraction of right names among the model's boxes at labels. A
-   person's verdicts (`audit`) may correct this probability. Each model's share (the fraction of its other boxes that
-   are right) is shrunk towards the share of the first model, because with a few hundred boxes the error of a share is
-   as large as the difference between models.
+   without matching it, or is a second box on one object. For any other box, the probability that it is right is
+   estimated from the box's pixels (`appearance`) and from the fraction of right names among the model's boxes at
+   labels. A person's verdicts (`audit`) may correct the estimate. Each model's share (the fraction of its other boxes
+   that are right) is shrunk towards the share of the first model, because with a few hundred boxes the error of a share
+   is as large as the difference between models.
 2. The number of objects is not known, because some have no label and no model found them. But the number of objects is
    the same for all models. So F1 = 2 right / (boxes + objects) is computed for a range of numbers of objects: from the
    right boxes of all models together to `MOST_OBJECTS` times as many. If the order of two models changes within the

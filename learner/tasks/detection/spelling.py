@@ -33,8 +33,8 @@ Ints = NDArray[np.int64]
 
 
 class Numbers(NamedTuple):
-    """N matched coordinates in order of appearance. Each field is [N]. `start`, `end`, `bin` and `lead` are as in
-    `CoordSlots`."""
+    """N matched coordinates in order of appearance. Each field has the shape [N]. `start`, `end`, `bin` and `lead` are
+    as in `CoordSlots`."""
 
     start: Ints
     end: Ints
