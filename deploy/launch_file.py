@@ -24,7 +24,7 @@ from shared.tokens import read_token
 Device = Annotated[int, Field(ge=0)]
 # only one line, because a second line would run as code
 SbatchOption = Annotated[str, Field(pattern=r"^-[^\x00-\x1f\x7f-\x9f]+$")]
-LEARNER_SHARE = 0.1  # min share of a device's memory that servers must leave to a learner on the same device
+LEARNER_SHARE = 0.1  # min fraction of a device's memory that servers must leave to a learner on the same device
 NO_IMAGE = "REPLACE-ME@sha256:REPLACE-ME"
 IMAGE = r"^[a-z0-9][a-z0-9._/:-]*@sha256:[0-9a-f]{64}$"
 

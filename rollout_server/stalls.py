@@ -19,7 +19,8 @@ from shared.waits import ends_within
 # A working engine may be silent this many times as long as an idle one. Without this factor, two engines on an
 # overloaded machine were given up although they were working.
 BUSY_TURNS = 10
-BUSY_SHARE = 0.02  # min share of a core that working processes use; with less, they only wait
+# Working processes use at least this fraction of a core. Processes that use less only wait.
+BUSY_SHARE = 0.02
 
 
 class StallWatch:

@@ -43,7 +43,7 @@ class Build:
     style: StyleName = "demo"
     annotation_dropout: float = 0.0  # probability that an object has no label
     annotation_cap: int | None = None  # max labels of a scene; the first ones in reading order are kept
-    annotation_cap_share: float = 1.0  # share of the scenes with the cap, chosen at random
+    annotation_cap_share: float = 1.0  # fraction of the scenes to which the cap applies, chosen at random
     seed: int = 0
 
     def num_scenes(self, split: Split) -> int:

@@ -38,7 +38,7 @@ OUT = Path("runs/demo")
 HERE = Path("deploy/demo")
 MODEL = HERE / "checkpoint"
 READY_TIMEOUT_S = 240.0
-MISSING = 0.4  # share of the training objects without a label
+MISSING = 0.4  # fraction of the training objects that have no label
 NUM_TRAIN, NUM_VAL, NUM_TEST = 192, 60, 200  # a run has 12 steps of 16 scenes, so it learns each training scene once
 STAGES = {
     "ours": "ours: four answers to every scene complete its labels, then sft; every sync is checked",

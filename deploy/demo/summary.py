@@ -58,7 +58,7 @@ NUM_PICTURES = 3
 
 def summarize(ours: Path, sft: Path, test: Path, phases: Mapping[str, float], *, missing: float) -> dict[str, Any]:
     """Return the summary as JSON values. `test`: annotations of the test scenes. `phases`: seconds of each phase.
-    `missing`: the share of training objects without a label."""
+    `missing`: the fraction of the training objects that have no label."""
     evaluated = _evaluations(ours)
     before, after = _table(evaluated[0]), _table(evaluated[-1])
     validated = {_step_of(path): evaluate_counts(_table(path))[CHOSEN_BY] for path in _evaluations(sft)}

@@ -23,7 +23,7 @@ from shared.reading import json_in
 
 GIB = 2**30
 LOGITS_CHUNK = 1024  # supervised tokens whose logits exist at once; a test compares it with learner/policy/loss.py
-IMAGE_SHARE = 0.5  # assumed share of image tokens among the tokens of a row
+IMAGE_SHARE = 0.5  # assumed fraction of image tokens among the tokens of a row
 OTHER_BYTES = GIB  # memory of CUDA's context, and memory that the allocator cannot reuse.
 # Memory of an uncompiled layer's activations / memory of a compiled layer's; measured on a model of 4B parameters.
 EAGER = 1.55
@@ -32,7 +32,7 @@ COMPILED_FROM = 5e8  # min number of parameters of a model that `model.compile: 
 # value in bfloat16 and three in float32.
 COMPILED_LOGITS, EAGER_LOGITS = 4, 14
 # Estimates were up to 12% off.
-FILLED = 0.9  # an estimate above this share of a GPU's memory may not fit
+FILLED = 0.9  # an estimate above this fraction of a GPU's memory may not fit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,7 +263,7 @@ def _shape_at(folder: Path) -> ModelShape | None:
 
 
 def engine_share(config: RunConfig) -> float:
-    """Return the share of each GPU's memory that colocated vLLM takes; 0 if the run has no colocated vLLM."""
+    """Return the fraction of each GPU's memory that colocated vLLM takes; 0 if the run has no colocated vLLM."""
     return config.rollout_matching.vllm.gpu_memory_utilization if colocates(config) else 0.0
 
 

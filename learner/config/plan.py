@@ -159,7 +159,7 @@ class Plan:
     packing_length: int  # max tokens of a packed row
     overlap: bool  # Channel-B learns while the step's other rollouts are generated (R32)
     async_actor_learner: bool  # True: rollouts are made ahead of the steps that learn them
-    b_ratio: float | None  # share of steps that run Channel-B
+    b_ratio: float | None  # fraction of the steps that run Channel-B
     channels: tuple[str, ...]  # scheduled channels of the first steps
 
     def to_json(self) -> dict[str, object]:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 Augmented = Callable[[int, int, int], Sample]  # (index, epoch, position) -> the sample, altered for that epoch
 _TRIES = 8  # max draws of a view, if the photograph has objects and no draw shows one
-_LEAST_SHARE = 0.35  # min share of an object's area inside the picture; an object with less becomes an ignore region
+_LEAST_SHARE = 0.35  # min fraction of an object's area inside the picture; an object with less becomes an ignore region
 _LEAST_SIDE = 4.0  # min length of an object's shorter side, in pixels; a smaller object becomes an ignore region
 
 

@@ -32,7 +32,8 @@ LEAST_HELD_OUT = 20
 _MISPLACED = ("no_area", "outside_image")
 # Boxes that were read in a wrong unit: 464 of 513 YOLO labels in pixels were misplaced, and 358 of 476 COCO boxes given
 # as corners.
-_MOST_MISPLACED = 0.25  # share of misplaced boxes; above it the unit is probably wrong
+# If more than this fraction of the boxes is misplaced, the unit is probably wrong.
+_MOST_MISPLACED = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,7 +197,7 @@ class Seen:
     """The size at which the model sees a photograph."""
 
     size: tuple[int, int]
-    share: float  # share of the photograph's pixels that the model sees
+    share: float  # fraction of the photograph's pixels that the model sees
     num_tokens: int
 
 

@@ -21,7 +21,7 @@ from learner.data.augment import seen_as
 from learner.data.raw import rounded
 from learner.records import Sample, View
 
-OVERLAP = 0.25  # share of a side that neighbouring tiles have in common.
+OVERLAP = 0.25  # fraction of a side that neighbouring tiles have in common.
 # A tile is at most so many times as long as it is wide. Thinner tiles would be many, and would cut most objects.
 _LONGEST = 2.0
 

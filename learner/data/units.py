@@ -14,8 +14,9 @@ from learner.config.sections.data import Coordinates, ResizedCopy
 from learner.records import Size, Unit
 
 _PER_SIDE: dict[Unit, float] = {"shares": 1.0, "percent": 100.0, "thousandths": 1000.0}
-_ALL = 0.98  # min share of boxes inside their photographs if the unit is right
-_FEW = 0.9  # min share of boxes inside their photographs; if it is smaller, the unit or many boxes are wrong.
+_ALL = 0.98  # min fraction of the boxes that are inside their photographs, if the unit is right
+# If less than this fraction of the boxes is inside the photographs, the unit or many boxes are wrong.
+_FEW = 0.9
 # In the right unit, boxes reach at least to the fraction `_FAR` of a side. In a wrong unit, boxes reach at most to
 # `_NEAR`.
 _FAR, _NEAR = 0.75, 0.55

@@ -75,8 +75,8 @@ from shared.processes import (
 # stops rising. While the score rises, sft learns faster than grpo would: on photographs one step of grpo took 60% of
 # five minutes.
 SFT_SHARE = 0.8
-# If boxes are loose (F1 is much lower at high IoU), rollout matching may take this share of the minutes left after sft.
-# The rest is for `grpo` with the boxes' IoU as reward.
+# If boxes are loose (F1 is much lower at high IoU), rollout matching may take this fraction of the minutes left after
+# sft. The rest is for `grpo` with the boxes' IoU as reward.
 MATCHING_SHARE = 0.6
 # A stage after `sft` begins only if at least this fraction of the recipe's minutes is left.
 LEAST_SHARE = 0.1
@@ -268,7 +268,7 @@ class Recipe:
 
     def _sft(self) -> int:
         """Run `sft`, and return its exit code. `sft` gets all minutes of the recipe if `grpo` will not be run,
-        otherwise at most the share SFT_SHARE."""
+        otherwise at most the fraction SFT_SHARE of them."""
         earlier_s = spent_s(self.root / SFT)
         share_s = 60 * self.record.minutes * (1.0 if self.record.no_grpo else SFT_SHARE)
         # The measurement of the headroom runs in the folder of `grpo`, and its time counts too.

@@ -52,9 +52,9 @@ class _Asked(NamedTuple):
 
 
 class ColocateBackend(RolloutBackend):
-    """Makes rollouts with a colocated engine. `logprobs`: True if rollouts have log-probabilities. `pixel_share`: share
-    of the samples whose rollouts get digests of their processed images. `on_call` is called with the record of every
-    call of `generate_window`, also of a call that failed."""
+    """Makes rollouts with a colocated engine. `logprobs`: True if rollouts have log-probabilities. `pixel_share`:
+    fraction of the samples whose rollouts get digests of their processed images. `on_call` is called with the record of
+    every call of `generate_window`, also of a call that failed."""
 
     def __init__(
         self,

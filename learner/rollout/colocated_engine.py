@@ -64,7 +64,7 @@ from shared.sync.loading import CopyMemory, WeightLoad
 from shared.wire import RequestConfig
 
 _PIECE_BYTES = 64 * 2**20  # weights are handed to vLLM in pieces of at least so many bytes.
-# An engine stays awake only if this share of the device's memory is free, beside the engine and training.
+# An engine stays awake only if this fraction of the device's memory is free, beside the engine and training.
 ROOM = 0.08
 SURPLUS = 1.5  # the estimated memory of learning is multiplied by this, until the memory has been measured
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)  # adapter ranks that vLLM accepts

@@ -66,9 +66,9 @@ def infer_request(
 
 
 def asks_pixels(share: float, sample: Sample, *, global_step: int) -> bool:
-    """Return True if the sample's requests of this step ask for digests of the processed images. `share`: share of the
-    samples with images for which this is True. A hash of step and sample chooses them, so the choice changes at every
-    step."""
+    """Return True if the sample's requests of this step ask for digests of the processed images. `share`: fraction of
+    the samples with images for which the result is True. A hash of step and sample chooses them, so the choice changes
+    at every step."""
     # Ids may come from file names that are not UTF-8. Python holds such bytes as surrogates.
     digest = hashlib.blake2b(f"{global_step} {sample.sample_id}".encode(errors="surrogatepass"), digest_size=8).digest()
     return bool(sample.images) and int.from_bytes(digest, "little") < share * 2**64

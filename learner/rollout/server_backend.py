@@ -111,7 +111,7 @@ class _Rollouts(RolloutStream):
 
 class ServerBackend(RolloutBackend):
     """Makes rollouts with the run's rollout servers. `token`: the bearer token. `vocab_size`: the learner's vocabulary
-    size, which every server must have. `pixel_share`: share of the samples whose rollouts get digests of their
+    size, which every server must have. `pixel_share`: fraction of the samples whose rollouts get digests of their
     processed images. `images` reads photographs that are augmented. `on_call` is called with the record of every
     `stream`, in the thread that iterated it. The weight sync sets the attribute `membership`: the servers on which the
     ranks agreed, and the weights that must make the answers."""
@@ -295,7 +295,7 @@ class ServerBackend(RolloutBackend):
     def _stream(
         self, window: Sequence[MicroStep], how: RequestConfig, *, global_step: int, share: float
     ) -> RolloutStream:
-        """Send the window's requests, and return the stream of their rollouts. `share`: share of the samples whose
+        """Send the window's requests, and return the stream of their rollouts. `share`: fraction of the samples whose
         requests ask for digests of the processed images."""
         asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
         record = begin_record(window, global_step=global_step, chunk=self.chunk)

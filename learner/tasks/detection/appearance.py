@@ -42,7 +42,7 @@ OWN_CLASS = 60  # min right examples of a class with a classifier of its own; sm
 MOST_LABELS = 6000  # max labels whose pixels are read; more labels do not improve the estimate
 FOLDS = 3
 ON, BESIDE = (0.55, 1.01), (0.08, 0.45)  # (min, limit) of the IoU with the label, for right and for misplaced examples
-_BORDER = 0.0125  # share of a side; a box nearer than this to the photograph's border touches it.
+_BORDER = 0.0125  # fraction of a side; a box nearer than this to the photograph's border touches it.
 # For a crop: its number of cells per side, its side divided by the side of the box, and the min side of the box in
 # pixels.
 _SIDE, _GROWN, _SHORTEST = 12, 1.5, 4.0
@@ -101,8 +101,9 @@ class Appearance:
 
 
 def crops_of(sample: Sample, finds: Sequence[DetectionObject], open_image: Open, share: float = 1.0) -> SampleCrops:
-    """Cut examples (at labels) and finds (boxes without a label) out of a sample's photographs. Of the labels only the
-    fraction `share` is used, chosen by a hash of their names and places. Raises the errors of `open_image`."""
+    """Cut examples (at labels) and finds (boxes without a label) out of a sample's photographs. Only the fraction
+    `share` of the labels is used, chosen by a hash of the labels' names and places. Raises the errors of
+    `open_image`."""
     labels = [obj for obj in sample.objects if _seed(sample, obj) < share * 2**32]
     on: list[Crop] = []
     beside: list[Crop] = []
@@ -133,7 +134,7 @@ def _seed(sample: Sample, obj: DetectionObject) -> int:
 
 
 def share_of(num_labels: int) -> float:
-    """Return the share of the labels whose pixels are read."""
+    """Return the fraction of the labels whose pixels are read."""
     return min(1.0, MOST_LABELS / max(1, num_labels))
 
 

@@ -55,7 +55,7 @@ class Bin(NamedTuple):
     low: float
     high: float
     score: float  # mean score
-    right: float  # share of right boxes
+    right: float  # fraction of right boxes
     number: int
 
 

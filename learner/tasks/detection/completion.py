@@ -67,9 +67,9 @@ Tally = NDArray[np.int64]  # [K + 1, 3] number of clusters by votes and relation
 class LabelCandidate:
     """A cluster: objects in several answers to one sample that are taken for one object, outside of ignore regions.
     `object` has the cluster's votes. `names` counts the answers that give each name. `agreement`, from 0 to 1, is a
-    product of three numbers: the share of answers that have the object, the share of these answers that give its name,
-    and the mean IoU of their boxes with its box. `probability`, for free clusters, is the probability that box and name
-    are right; None: not known."""
+    product of three numbers: the fraction of the answers that have the object, the fraction of these answers that give
+    its name, and the mean IoU of their boxes with its box. `probability`, for free clusters, is the probability that
+    box and name are right; None: not known."""
 
     object: DetectionObject
     relation: Relation
@@ -140,8 +140,8 @@ class CompletionEstimate:
 
     min_votes: int | None  # min votes of a cluster that becomes a label; None: no labels are added, see `why`
     why: str
-    missing: float | None  # share of the objects without a label; None: not known
-    recall: tuple[float, ...]  # share of the labels that are confirmed by a cluster with at least v votes
+    missing: float | None  # fraction of the objects that have no label; None: not known
+    recall: tuple[float, ...]  # fraction of the labels that are confirmed by a cluster with at least v votes
     precision: tuple[float, ...]  # fraction of right ones among the clusters without a label that have exactly v votes
     free: tuple[int, ...]  # number of clusters without a label with exactly v votes
     source: Source = "votes"
@@ -167,14 +167,14 @@ class CompletionEstimate:
         return cls(**fields)
 
     def free_right(self, min_votes: int = 1) -> float:
-        """Return which share of the free clusters (they overlap no label) with at least `min_votes` votes is right, by
-        the estimate; 0 if there are none."""
+        """Return the estimated fraction of right ones among the free clusters (they overlap no label) with at least
+        `min_votes` votes; 0 if there are none."""
         free, precision = self.free[min_votes - 1 :], self.precision[min_votes - 1 :]
         return sum(f * p for f, p in zip(free, precision, strict=True)) / max(1, sum(free))
 
     def in_words(self, right: float) -> str:
-        """Return the text for a log line, after the number of completed labels. `right`: share of these labels that are
-        right."""
+        """Return the text for a log line, after the number of completed labels. `right`: fraction of these labels that
+        are right."""
         if self.missing is None:
             return ""
         made = {
@@ -229,7 +229,7 @@ Counts = NDArray[np.float64]  # [K], one value for each number of votes, 1 to K
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fit:
-    missing: float  # upper bound of the share of the objects without a label
+    missing: float  # upper bound of the fraction of the objects that have no label
     surest: tuple[float, float]  # (number without a label, number of all) of the clusters with the most votes
     precision: Counts  # probability that a cluster without a label is right: p s in the module's docstring
 
@@ -289,7 +289,8 @@ def best_threshold(free: Counts, precision: Counts) -> tuple[int | None, str]:
 
 
 def _least_share(part: float, whole: float) -> float:
-    """Return a lower bound of a share, one standard deviation below it, by Wilson's score interval."""
+    """Return a lower bound of the fraction `part` / `whole`, one standard deviation below it, by Wilson's score
+    interval."""
     # Half a cluster is added to part and rest, so that an empty group has a bound too.
     whole += 1
     share = (part + 0.5) / whole

@@ -70,7 +70,7 @@ def estimate_gaps(
     known = estimate(tally([one for own in found for one in own], num_answers), num_labels)
     free = [[one for one in own if one.relation == "free"] for own in found]
     # The classifiers (`Looks`) judge only places. In a test, classifiers judged names too, on digits of which 60% had
-    # no label. The estimated share of right boxes was 0.91, and the true share 0.74.
+    # no label. The estimated fraction of right boxes was 0.91, and the true fraction 0.74.
     looks = Looks(crops).judge([one.finds for one in crops], [[one.votes for one in own] for own in free])
     probabilities: Sequence[Sequence[float]] = ()
     if looks.probabilities:
@@ -243,7 +243,7 @@ def _in_words(sure: Sequence[LabelCandidate], is_free: NDArray[np.bool_]) -> str
 
 
 def _spread(is_free: NDArray[np.bool_], places: NDArray[np.int64]) -> str:
-    """Return a sentence if the share of clusters without a label varies between photographs more than by chance.
+    """Return a sentence if the fraction of clusters without a label varies between photographs more than by chance.
     Otherwise return ""."""
     number, free = np.bincount(places), np.bincount(places, weights=is_free)
     free, number = free[number > 0], number[number > 0]

@@ -35,8 +35,8 @@ def iou_matrix(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) -> ND
 
 
 def covered_share(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) -> NDArray[np.float64]:
-    """Return which share of the area of each object in `a` is inside each object in `b`, [len(a), len(b)]; 0 for an
-    object in `a` without an area."""
+    """Return the fraction of the area of each object in `a` that is inside each object in `b`, [len(a), len(b)]; 0 for
+    an object in `a` without an area."""
     if not a or not b:
         return np.zeros((len(a), len(b)))
     overlap, area_a, _ = _overlaps(a, b)

@@ -32,20 +32,20 @@ from shared.validation import read_if_there
 
 FEATURES = (
     "greedy",  # 1: the greedy answer has the object
-    "share",  # share of the drawn answers that have the object
+    "share",  # fraction of the drawn answers that have the object
     "tight",  # mean IoU of the drawn boxes with this box
-    "named",  # share of the answers with the object that give it this name
+    "named",  # fraction of the answers with the object that give it this name
     "name_logprob",  # log-probability of the name, mean over the answers with the object
     "coord_logprob",  # log-probability of the coordinates, mean over coordinates and answers
     "coord_least",  # log-probability of the least probable coordinate, mean over answers
     "log_area",
     "log_aspect",  # logarithm of width over height
-    "edge",  # distance to the nearest edge of the image, as a share of its side
+    "edge",  # distance to the nearest edge of the image, as a fraction of the image's side
     "place",  # place in the answer, from 0 (first object) to 1 (last)
     "count",  # log(1 + mean number of objects per answer)
     "overlap",  # the largest IoU with another candidate
     "overlap_same",  # the largest IoU with another candidate of the same name
-    "rivals",  # the largest share of answers that have an overlapping candidate
+    "rivals",  # the largest fraction of the answers that have an overlapping candidate
 )
 _LEAST = -12.0  # min log-probability of a feature, in nats; lower values are raised to it.
 # Without a calibration, a log-probability of -4 nats (a probability of 0.02) gives a score of 0.5.
@@ -277,7 +277,7 @@ def token_scores(parsed: ParsedRollout, pieces: TokenPieces) -> list[float]:
 
 def raw_scores(features: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return [N]: the probability of name and coordinates. For a candidate that drawn answers have, return the mean of
-    this probability and the share of drawn answers that have it."""
+    this probability and the fraction of drawn answers that have it."""
     column = {name: features[:, i] for i, name in enumerate(FEATURES)}
     tokens = np.exp(column["name_logprob"] + column["coord_logprob"])
     return np.where(column["share"] > 0, (column["share"] + tokens) / 2, tokens * column["greedy"])
