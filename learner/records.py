@@ -323,7 +323,9 @@ class SyncReceipt:
     num_tensors: int  # number of synced tensors
     canary_gap: float  # mean |learner logprob - served logprob| on test prompts (canary), nats
     canary_gap_max: float  # the largest such difference of a token
-    merge_gap: float = 0.0  # mean |learner logprob as trained - as sent|, nats: effect of merging, rounding (D14)
+    # How much merging and rounding change log-probabilities (D14): mean |learner logprob as trained - as sent|, in
+    # nats.
+    merge_gap: float = 0.0
     pause_s: float = 0.0  # longest time that any server generated nothing and took no call; 0: not measured
     fallback: str = ""  # why full syncs replace adapter syncs from this sync on; else empty
     repeated: tuple[str, ...] = ()  # the error of each failed try before this one

@@ -61,7 +61,7 @@ class ModelShape:
     patches_per_token: int  # patches of the vision tower per image token; 0 without vision tower
     vocab_size: int
     embedding_parameters: int  # parameters of the embedding, and of the output head if it has weights of its own
-    merger_parameters: int  # parameters of the modules between vision tower and decoder
+    merger_parameters: int  # number of parameters of the modules between vision tower and decoder
     merger_adapted: int  # `Tower.adapted` for the modules between vision tower and decoder
 
     @property

@@ -37,7 +37,8 @@ def colocates(config: RunConfig) -> bool:
 
 
 def learns_rollouts(config: RunConfig) -> bool:
-    """Return True if some steps learn rollouts. With `sft`, or a schedule without Channel-B, no step does."""
+    """Return True if some steps learn rollouts. With `sft`, or with a schedule without Channel-B, no step learns
+    rollouts."""
     if config.stage2_ab is not None:
         return config.stage2_ab.schedule.b_ratio > 0
     return config.custom.trainer_variant in ("rollout_matching_sft", "grpo")

@@ -358,7 +358,7 @@ class Recipe:
         # The written file is loaded here, so that a mistake in it is reported before a process is started.
         config = load_config(path, world_size=self.nproc, env=self.environment)
         code = self._run_stage(path)
-        # The time of the whole process counts, because its start and its end take minutes from the recipe too.
+        # The time of the whole process counts, because starting and ending a stage also uses up the recipe's minutes.
         seconds = earlier_s + time.monotonic() - self._began_s
         self._began_s = time.monotonic()
         if code:

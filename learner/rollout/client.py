@@ -298,7 +298,7 @@ class ServerClient:
         return await self._while_alive(sending, silent_s, deadline_s=limit_s, late=late)
 
     async def expect_scores(self, call: ExpectScoresCall) -> None:
-        """Send the learner's log-probabilities on the canary (a test prompt), which the updated server must match."""
+        """Send the learner's log-probabilities on the canary (fixed answers), which the updated server must match."""
         await self._send_once("/expect_scores/", call)
 
     async def close_communicator(self, call: CloseCommunicatorCall) -> None:

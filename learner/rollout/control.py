@@ -3,7 +3,8 @@ run directory. More requests come from the list of servers that a cluster keeps.
 
 `ask` writes one request as a file; rank 0 takes it at the end of a step (`ServerControl.take`). `ServerControl.show`
 writes the run's servers to a file whenever they change; `read_state` reads this file. User and run share only these
-files, so a user may make requests on any machine that sees the run directory. Whoever can write there can name servers.
+files, so a user may make requests on any machine that sees the run directory. Whoever can write in the run directory
+can name servers.
 
 Invariants: a file is complete or absent; a request is taken once; a damaged request is logged and removed; if the
 servers cannot be written to their file, the run goes on.

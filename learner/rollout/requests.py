@@ -109,7 +109,7 @@ def request_config(decoding: DecodingConfig, *, greedy: bool = False, logprobs: 
 
 class Decodings:
     """The decoding settings of a run's requests: as configured, greedy, or drawn at another temperature. `logprobs`:
-    requests with the configured settings ask for log-probabilities. Requests with other settings always do.
+    requests with the configured settings ask for log-probabilities. Requests with other settings always ask for them.
 
     Raises ConfigError if vLLM does not have the configured mode."""
 

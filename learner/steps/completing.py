@@ -57,7 +57,7 @@ class Completion:
     ver: int  # version of the weights that answered
     rollouts: int  # answers to each sample
     accept: str  # the rule that accepts labels (`labels.complete.accept`)
-    min_votes: int | None  # min answers that must agree on a new label; None: nothing was completed
+    min_votes: int | None  # min number of answers that must agree on a new label; None: nothing was completed
     why: str  # reason why nothing was completed; empty otherwise
     added: int  # number of labels added
     labels: int  # number of annotated labels

@@ -111,7 +111,8 @@ class Producer:
         self._deadline_key, self._close_s, self._clock = deadline_key, close_s, clock
         self._changed = threading.Condition()  # guards everything below and the queue
         self._segments: dict[int, list[Segment]] = {}  # keys are pack indices
-        self._thread: threading.Thread | None = None  # None: no call is permitted, so no thread runs
+        # None: no thread runs, because no call is permitted.
+        self._thread: threading.Thread | None = None
         self._call_started_s = 0.0
         self._calls = CallTotals()
 

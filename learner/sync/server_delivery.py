@@ -218,7 +218,8 @@ class ServerDelivery:
     def _reach(self, members: Sequence[Member]) -> list[tuple[Member, ServerStatus]]:
         """Return each member that answers and fits, with its status. Other members are left out. Raises ServerError if
         too few are left."""
-        if not self.members.returning.fit:  # at the start all servers must answer, and have just been checked
+        # At the start all servers must answer, and all of them have just been checked.
+        if not self.members.returning.fit:
             statuses = self._backend.statuses()
             self.members.returning.fit |= {status.server_id for status in statuses}
             return list(zip(members, statuses, strict=True))

@@ -145,7 +145,7 @@ class Sync:
         return receipt
 
     def close(self) -> None:
-        """Disconnect from the generators; bounded in time. A server that no longer answers is only logged."""
+        """Disconnect from the generators; bounded in time. If a server no longer answers, this is only logged."""
         self._is_connected = False
         self._delivery.leave(abort=False)
 

@@ -179,7 +179,8 @@ def _root_of(file: Path) -> ElementTree.Element:
         raise FileNotFoundError(f"no file {file}")
     root = parsed(file.read_bytes())
     if root.tag != "annotation":
-        refuse_foreign(file)  # all files of the folder probably have this format
+        # All files of the folder probably have this format, so the first file decides.
+        refuse_foreign(file)
         raise ValueError(f"the root <{root.tag}> instead of <annotation>")
     for parent in root.iter():
         for node in parent:

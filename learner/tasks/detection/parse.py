@@ -67,7 +67,7 @@ _NONE = np.empty(0, dtype=np.int64)
 
 
 class Coordinates(NamedTuple):
-    """The C coordinates of an answer. `slots` has their tokens and bins. Coordinate i is in bytes
+    """The C coordinates of an answer. `slots` has the tokens and bins of these coordinates. Coordinate i is in bytes
     `begins[i]..ends[i]`."""
 
     slots: CoordSlots

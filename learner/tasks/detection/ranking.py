@@ -50,7 +50,7 @@ Boxes = Sequence[Sequence[DetectionObject]]
 
 
 def drawn_places(number: int) -> range:
-    """Return the indices of the samples whose pixels are read, evenly spaced."""
+    """Return the indices of the samples whose pixels are read. The indices are evenly spaced."""
     return range(0, number, max(1, -(-number // MOST_SCENES)))
 
 

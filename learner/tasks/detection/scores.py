@@ -62,7 +62,7 @@ class ScoreCandidate(NamedTuple):
 
 
 class ObjectLogprobs(NamedTuple):
-    """Log-probabilities of one object in its answer, in nats: of its name, of a coordinate on average, and of its least
+    """Log-probabilities of one object in its answer, in nats: of the name, of the coordinates (mean), and of the least
     probable coordinate. `place` is the object's place in the answer, from 0 (first) to 1 (last)."""
 
     name: float
