@@ -1,7 +1,7 @@
 """The training loop: sync, learn, update; evaluate and save when due.
 
 One optimizer step: sync if the step's rollouts need newer weights, learn each micro-step's rows as they come, reduce
-gradients over ranks once, clip, update, count. Rows come from the step source (`learner.steps.source`). If the source
+gradients over ranks once, clip, update, count the step. Rows come from the step source (`learner.steps.source`). If the source
 allows it, a sync that must wait for rollouts in flight runs between two rows. The step's loss is the weighted mean over
 all supervised tokens of the step on all ranks, so packing and the number of ranks do not change the gradient. An
 epoch's last step may have fewer samples than other steps. Then the step's gradient and learning rate are multiplied by

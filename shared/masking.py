@@ -1,7 +1,7 @@
 """Secrets of the configuration, and how texts are freed of them.
 
-In: secret environment variables (by their name) that a configuration uses as `${NAME}`. Out: texts in which `${NAME}`
-replaces the value. Errors, logs, events and printed output go through `masked`. Known secrets are global to the
+In: secret environment variables (by their name) that a configuration uses as `${NAME}`. Out: texts in which
+each secret value is replaced by `${NAME}`. Errors, logs, events and printed output go through `masked`. Known secrets are global to the
 process, because a log handler has no configuration.
 
 A value is also found in changed forms: percent-encoded or in lower case (as in a normalised URL), and quoted. Values of
@@ -106,7 +106,7 @@ def masked_in(value: object) -> object:
 
 
 def _in_any_form(value: str) -> str:
-    """Return a pattern for the value and its percent-decoded form; each character may be lower case or encoded."""
+    """Return a pattern for the value and its percent-decoded form. It also finds changed characters (`_any_form`)."""
     return "|".join("".join(map(_any_form, text)) for text in dict.fromkeys((value, unquote(value))))
 
 

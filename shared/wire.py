@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, mod
 
 from shared.errors import ProjectError, error_classes
 
-# Raise this number with every new field. Both sides refuse unknown fields, and only an error about versions says why.
+# Raise this number with every new field. Both sides refuse unknown fields. Only a version error names the real cause.
 PROTOCOL_VERSION = 8
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # environment variable with the bearer token, for both programs
 SERVER_ID_VARIABLE = "ROLLOUT_SERVER_ID"  # environment variable with the id that a server reports about itself

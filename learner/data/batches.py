@@ -349,7 +349,7 @@ def encoder_pool(config: RunConfig, encoder: Encoder, *, samples_per_micro_batch
 
 
 def _cost(share: Share) -> int:
-    """Return how many samples this rank's part of a micro-batch adds to the look-ahead; 1 if that part is empty."""
+    """Return how many samples this rank's part of a micro-batch counts against the look-ahead limit; at least 1."""
     # If empty parts counted 0, any number of micro-batches could be read ahead.
     return max(1, len(share.indices))
 

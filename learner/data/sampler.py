@@ -29,7 +29,7 @@ class Share:
     epoch: int
     micro_batch: int  # number of the micro-batch in its epoch
     indices: tuple[int, ...]  # indices into the samples
-    first_req_idx: int  # place of the share's first sample in the micro-batch of all ranks
+    first_req_idx: int  # index of this rank's first sample in the micro-batch of all ranks
     ends_epoch: bool
 
 

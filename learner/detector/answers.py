@@ -53,7 +53,7 @@ class AnswerSettings:
 
     backend: Backend = "vllm"
     server: str | None = None
-    samples: int = 0  # number of drawn answers to each image, K
+    samples: int = 0  # number of sampled answers to each image, K
     max_new_tokens: int | None = None  # None: as the model's settings say
     temperature: float = 1.0
     dtype: str = "auto"

@@ -1,7 +1,7 @@
 """Detects objects with a vision-language model that this project did not train (R50). In: class names. Out: boxes.
 
 The prompt asks for the classes, in words that the model's family was trained on. The answer is read in the forms that
-such models write: JSON objects with `bbox_2d` and `label`, or names and boxes between marks. Other text is skipped.
+such models write: JSON objects with `bbox_2d` and `label`, or names and boxes between tags. Other text is skipped.
 Coordinates are thousandths, or pixels of the resized image that the model gets (Qwen2.5-VL).
 """
 

@@ -102,8 +102,8 @@ class MetricsLog:
             self._trackers.pictures(draw, step)
 
     def close(self) -> None:
-        """Wait a few seconds until the trackers have got everything, and close the file. Calls that a tracker did not
-        get are counted in a last event `trackers`."""
+        """Wait a few seconds until the trackers have got everything, and close the file. The last
+        event, `trackers`, counts the log calls that did not reach a tracker."""
         if not self.enabled:
             return
         lost = self._trackers.close(report=self._report)

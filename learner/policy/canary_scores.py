@@ -34,7 +34,7 @@ from learner.records import EncodedPrompt
 
 Answers = Sequence[tuple[EncodedPrompt, Sequence[int]]]  # a prompt and the token ids of its answer
 Read = Callable[[], list[list[float]]]  # waits for the device; returns each answer's log-probabilities
-Within = Callable[[], AbstractContextManager[Checksums]]  # makes a context that sets the weights for a pass
+Within = Callable[[], AbstractContextManager[Checksums]]  # makes a `with` block for one forward pass with these weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

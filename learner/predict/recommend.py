@@ -49,7 +49,7 @@ HEADROOM = 0.03  # min gain worth training for: F1 of the best of K answers minu
 NO_SIGNAL = 0.8  # max share of scenes whose K answers all have the same F1, for grpo to be recommended
 
 # With a gap of 0.0013 nats, rollout matching and sft were equally good.
-EXPOSURE = 0.02  # nats per token; with a larger exposure gap (`exposure.py`), rollout matching pays
+EXPOSURE = 0.02  # nats per token; rollout matching is recommended for a larger exposure gap (`exposure.py`)
 OVERFIT = 0.05  # nats per token; if validation labels cost more than training labels by this, more sft overfits
 
 # If F1 on training scenes exceeds F1 on validation scenes by more, the model knows the training scenes by heart.

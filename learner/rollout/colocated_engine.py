@@ -338,8 +338,8 @@ class ColocatedEngine:
         return self._config.vllm.sleep == "auto" and not self._offload.moves
 
     def _has_room(self, needed_bytes: int = 0) -> bool:
-        """Return True if the device, beside the engine, has `needed_bytes` free. In addition the fraction ROOM of the
-        device's memory must be free, because larger rows may need it."""
+        """Return True if the device has `needed_bytes` free now, and also the fraction ROOM of its memory. ROOM is
+        kept free because larger rows may need it."""
         free, total = torch.cuda.mem_get_info(self._ranks.device)
         return free - needed_bytes >= ROOM * total
 

@@ -115,7 +115,7 @@ class CheckpointStore:
 
     root: Path
     ranks: Ranks
-    save_total_limit: int | None = None  # max checkpoints to keep, besides the best one; None: all
+    save_total_limit: int | None = None  # max checkpoints to keep in addition to the best one; None: all
     config_digest: str = ""  # digest of the configuration; a resumed run warns if it has changed
     notes: Mapping[str, str] = field(default_factory=dict)  # further files of each checkpoint: file name -> text
     held_off: Callable[[], AbstractContextManager[None]] = nullcontext  # makes a `with` block that no stop interrupts

@@ -39,8 +39,8 @@ class SegmentSource(Protocol):
 
 
 class SegmentStream:
-    """An iterator of (place of the sample, segment) pairs as segments become ready. One thread iterates, once. The
-    iteration raises the error that ended the rollouts."""
+    """An iterator of (index of the sample in the micro-step, segment) pairs, as segments become ready. One thread
+    iterates, once. The iteration raises the error that ended the rollouts."""
 
     def __init__(self, rollouts: RolloutStream, segments: Iterator[tuple[int, Segment]]) -> None:
         """`segments` are made of `rollouts`, by the thread that iterates."""

@@ -2,11 +2,11 @@
 Pure: no threads, no clock.
 
 A share is the samples of one optimizer step, on all ranks. An epoch's samples are cut, in order, into shares. A step
-learns its share as ground truth (Channel-A) or as rollouts (Channel-B). So a sample is learned once per epoch, even if
+learns its share from ground-truth answers (Channel-A) or from rollouts (Channel-B). So a sample is learned once per epoch, even if
 its rollouts are dropped or the run is interrupted. `Shares` says which share a step learns. The answer depends only on
 the schedule and on the shares learned before, so all ranks agree without communication. An epoch has a list of shares
 that are not learned yet. The first shares of this list are for the scheduled Channel-B steps, the others for Channel-A.
-If a Channel-B step finds no rollouts, it learns one of the shares for Channel-A. Rollouts in the making are then
+If a Channel-B step finds no rollouts, it learns one of the shares for Channel-A. Unfinished rollouts are then
 learned by a later step. In exchange, the last share for Channel-B (`given_up`) is learned as ground truth, by this step
 or a later one.
 
@@ -185,7 +185,7 @@ class PackCounts:
     packs_learned: int = 0
     packs_dropped_oldest: int = 0
     packs_dropped_stale: int = 0
-    packs_dropped_unwanted: int = 0  # packs dropped because their share was learned as ground truth
+    packs_dropped_unwanted: int = 0  # packs dropped because a step learned their samples from labels
     samples_returned: int = 0  # samples that will be rolled out again, because their rollouts were dropped
     age_versions: int = 0  # number of syncs between rollout and learning, summed over the learned packs
     age_updates: int = 0  # number of updates between rollout and learning, summed over the learned packs

@@ -98,7 +98,7 @@ class ServerGroup:
 Post = tuple[ServerLink, Future[Any]]
 # HTTP calls to servers. Each has the future of its answer.
 Posts = Sequence[Post]
-# Joins and broadcasts that may be unfinished.
+# Operations that may be unfinished (joining a group, or a broadcast), each with its group.
 Sent = Sequence[tuple[ServerGroup, Future[Any]]]
 
 

@@ -194,8 +194,8 @@ def _check_export_folder(out: Path) -> None:
 
 
 def _open_run_dir(config: RunConfig, plan: Plan, ranks: Ranks, stack: ExitStack) -> MetricsLog:
-    """Open the run's folder with the resolved configuration, a log file per rank, and metrics that begin with the
-    plan."""
+    """Create the run's folder with the resolved configuration, a log file per rank, and a metrics file whose first
+    record is the plan."""
     run_dir = Path(config.training.output_dir)
     with writing(run_dir):
         log_to_file(run_dir, ranks.rank)

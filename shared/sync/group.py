@@ -78,7 +78,7 @@ class Communicator(ABC):
         self.start_broadcast(tensor, src, timeout_s).result()
 
     def start_broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None = None) -> Operation[None]:
-        """Start `broadcast` without waiting. Work that this thread has queued on the device before runs first."""
+        """Start `broadcast` without waiting. Work that this thread queued on the device earlier runs before it."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         what = f"broadcasting {tensor.nbytes} bytes from rank {src} of {self.world_size}"
         operation: Operation[None] = Operation(None, limit_s + _GRACE_S, what, on_failure=self.abort)

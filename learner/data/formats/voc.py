@@ -172,8 +172,8 @@ _MARKS = ("filename", "size", "object")  # a VOC file has at least one of these 
 
 
 def _root_of(file: Path) -> ElementTree.Element:
-    """Return the root element. Raises OSError, ElementTree.ParseError, LookupError or ValueError; DataError for another
-    program's XML."""
+    """Return the root element. Raises OSError, ElementTree.ParseError, LookupError or ValueError; DataError if the
+    XML is not a Pascal VOC annotation."""
     # A pipe or a device may never end, so it is not read.
     if not is_file(file):
         raise FileNotFoundError(f"no file {file}")

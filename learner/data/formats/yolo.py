@@ -55,7 +55,7 @@ class YoloFile:
     root: Path
     written_root: str  # the key `path` as written; empty if it is missing
     classes: Mapping[int, str]
-    splits: Mapping[str, list[str]]  # folders or lists of images
+    splits: Mapping[str, list[str]]  # each split's folders of images or files that list images
     num_keypoint_values: int | None  # numbers after the box in each label; None: labels have no keypoints
 
 

@@ -37,7 +37,7 @@ from learner.tasks.detection.scores import (
 )
 from shared.errors import DataError
 
-PENALTIES = (10.0, 3.0, 1.0, 0.3)  # factors of the squared weights in the loss; held-out images choose the best one
+PENALTIES = (10.0, 3.0, 1.0, 0.3)  # candidate strengths of the L2 penalty; held-out images choose one
 FOLDS = 5
 BINS = 10
 NUM_KNOTS = 5  # knots of each feature's piecewise linear function

@@ -1,6 +1,6 @@
 """Adds objects to labels that have gaps, if several answers agree on these objects (`labels.complete`, D20).
 
-In: a sample, and the objects of K answers to it, drawn from the model. Out: the sample with more labels.
+In: a sample, and the objects of K answers to it, sampled from the model. Out: the sample with more labels.
 
 1. The objects are clustered (`agreement`). A cluster has at most one object per answer, and its votes are the number of
    answers that have an object in it.
@@ -12,7 +12,7 @@ In: a sample, and the objects of K answers to it, drawn from the model. Out: the
    completed label keeps its votes.
 
 Both rules need an estimate of how often free clusters are right. `gaps.py` makes the estimate from the pixels. If that
-is not possible, the estimate comes from votes; it is then correct for labels that are missing at random. Over all
+is not possible, the estimate comes from votes; it is correct only if labels are missing at random. Over all
 samples, let c clusters with v votes confirm labels, d contradict labels, and f be free:
 
     at labelled places     p = c / (c + d)                 name and box are right

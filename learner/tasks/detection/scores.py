@@ -53,7 +53,7 @@ _HALF_NATS = 4.0
 
 
 class ScoreCandidate(NamedTuple):
-    """A box to be scored. `votes` is the number of drawn answers that have it; None: no answers were drawn."""
+    """A box to be scored. `votes`: number of sampled answers that contain the box; None: none were sampled."""
 
     object: DetectionObject
     in_greedy: bool
