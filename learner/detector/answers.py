@@ -111,7 +111,8 @@ class Answers:
 
     def each(self, groups: Sequence[Sequence[Sample]]) -> Iterator[list[list[Rollout]]]:
         """Yield the answers to each image's samples, the greedy answer to each sample first."""
-        size = max(1, self.images_at_once // max(map(len, groups), default=1))
+        # As many of images in tiles, too: a batch of greedy answers to the tiles of one image is mostly empty.
+        size = self.images_at_once
         for start in range(0, len(groups), size):
             yield from self.of({start + i: own for i, own in enumerate(groups[start : start + size])}).values()
 
