@@ -165,7 +165,8 @@ def rollout_of(
     sample: Sample, answer: str | Sequence[int], task: DetectionTask, *, finish_reason: str = "stop"
 ) -> Rollout:
     """Return a rollout with this answer, as if the model had written it for the sample. `answer` is a text or, better,
-    token ids [T]: the tokenizer may split a text into other tokens than the model wrote. `finish_reason`: "stop", or "length" at the token limit."""
+    token ids [T]: the tokenizer may split a text into other tokens than the model wrote. `finish_reason`: "stop", or
+    "length" at the token limit."""
     ids = task.tokenizer.encode(answer, add_special_tokens=False) if isinstance(answer, str) else answer
     return Rollout(
         sample=sample,

@@ -1,11 +1,11 @@
 """The training loop: sync, learn, update; evaluate and save when due.
 
 One optimizer step: sync if the step's rollouts need newer weights, learn each micro-step's rows as they come, reduce
-gradients over ranks once, clip, update, count the step. Rows come from the step source (`learner.steps.source`). If the source
-allows it, a sync that must wait for rollouts in flight runs between two rows. The step's loss is the weighted mean over
-all supervised tokens of the step on all ranks, so packing and the number of ranks do not change the gradient. An
-epoch's last step may have fewer samples than other steps. Then the step's gradient and learning rate are multiplied by
-a factor: its number of samples divided by that of a whole step.
+gradients over ranks once, clip, update, count the step. Rows come from the step source (`learner.steps.source`). If the
+source allows it, a sync that must wait for rollouts in flight runs between two rows. The step's loss is the weighted
+mean over all supervised tokens of the step on all ranks, so packing and the number of ranks do not change the gradient.
+An epoch's last step may have fewer samples than other steps. Then the step's gradient and learning rate are multiplied
+by a factor: its number of samples divided by that of a whole step.
 
 Invariants: rollouts and evaluations run on weights that were synced after the last update (R10). Rollouts that run
 ahead of learning use the weights of the last sync instead. Every rank runs the same number of forward/backward passes

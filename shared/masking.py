@@ -1,8 +1,8 @@
 """Secrets of the configuration, and how texts are freed of them.
 
-In: secret environment variables (by their name) that a configuration uses as `${NAME}`. Out: texts in which
-each secret value is replaced by `${NAME}`. Errors, logs, events and printed output go through `masked`. Known secrets are global to the
-process, because a log handler has no configuration.
+In: secret environment variables (by their name) that a configuration uses as `${NAME}`. Out: texts in which each secret
+value is replaced by `${NAME}`. Errors, logs, events and printed output go through `masked`. Known secrets are global to
+the process, because a log handler has no configuration.
 
 A value is also found in changed forms: percent-encoded or in lower case (as in a normalised URL), and quoted. Values of
 fewer than MIN_CHARS characters are not masked: they would be found in many words.

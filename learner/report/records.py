@@ -54,7 +54,8 @@ class GroupStep:
 @dataclass(frozen=True, slots=True)
 class Activity:
     """One bar of the timeline: what ran from `begin_s` to `end_s` (Unix seconds). `lane`: where it ran (`rank 0`, `rank
-    0 rollouts`, or a server's URL). `name`: the phase of learning, or `rollout`, `failed` or `out`."""
+    0 rollouts`, or a server's URL). `name`: the phase of learning; for a server `rollout`, `failed` or `out`
+    (the server gets no requests)."""
 
     lane: str
     name: str

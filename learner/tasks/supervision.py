@@ -99,7 +99,8 @@ def build_segment(
 
 
 def tokens_of(text: str, pieces: TokenPieces) -> TokenText:
-    """Return the tokens of the text that is appended to an answer's kept prefix. Raises LossError if decoding the tokens does not give the text back."""
+    """Return the tokens of the text that is appended to an answer's kept prefix. Raises LossError if decoding the
+    tokens does not give the text back."""
     found = pieces.text(pieces.encode_long(text))
     if found.data != text.encode():
         raise LossError(

@@ -107,7 +107,7 @@ def grpo_samples(config: RunConfig) -> Iterator[Mistake]:
         name = "top_k" if decoding.top_k > 0 else "decode_mode"
         text = "sampling from all tokens, so that rollouts are drawn by the probabilities that are learned"
         found = str(getattr(decoding, name) if name == "top_k" else decoding.mode)
-        # Another temperature was reported above, and the decode mode follows from it.
+        # A temperature other than 1.0 was reported above. The decode mode follows from it, and is not reported too.
         if name == "top_k" or decoding.temperature == 1.0:
             yield Mistake(path=f"{path}.{name}", found=found, wanted=text, remedy="remove the key")
 
