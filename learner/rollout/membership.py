@@ -1,8 +1,8 @@
 """The rollout servers of a run, which of them serve, and the weights that they serve (D15, R40). Pure.
 
 A `Membership` is immutable: each method returns a new one. Only rank 0 decides on a new membership. At the end of each
-step and of each sync, the ranks exchange it and adopt it together: this is an agreement (`sync.members`). If a server
-fails a rank, the rank stops using it at once, and reports it at the next agreement.
+step and of each sync, all ranks adopt it together: this is an agreement (`learner.sync.members`). If a server fails a
+rank, the rank stops using it at once, and reports it at the next agreement.
 
 A server has one of three states:
     serving     it answers requests. Every serving server has got the weights `served` in a completed sync
