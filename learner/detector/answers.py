@@ -111,7 +111,7 @@ class Answers:
 
     def each(self, groups: Sequence[Sequence[Sample]]) -> Iterator[list[list[Rollout]]]:
         """Yield the answers to each image's samples, the greedy answer to each sample first."""
-        # As many of images in tiles, too: a batch of greedy answers to the tiles of one image is mostly empty.
+        # The number is the same for images in tiles: greedy answers to one image's tiles would not fill a batch.
         size = self.images_at_once
         for start in range(0, len(groups), size):
             yield from self.of({start + i: own for i, own in enumerate(groups[start : start + size])}).values()
