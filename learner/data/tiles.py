@@ -22,8 +22,8 @@ from learner.data.raw import rounded
 from learner.records import Sample, View
 
 OVERLAP = 0.25  # fraction of a side that neighbouring tiles have in common.
-# A tile is at most so many times as long as it is wide, unless the whole photograph is less wide. Thinner tiles would be
-# many, and would cut most objects.
+# A tile is at most so many times as long as it is wide, unless the whole photograph is less wide. Thinner tiles would
+# be many, and would cut most objects.
 _LONGEST = 2.0
 
 

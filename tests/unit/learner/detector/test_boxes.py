@@ -49,7 +49,7 @@ def test_tiles_cover_the_image_and_overlap(width: int, height: int, side: int) -
 )
 def test_a_tile_has_the_shape_of_its_photograph(width: int, height: int, side: int, tile: tuple[int, int]) -> None:
     """A model that learned photographs of one shape reads tiles of another badly: of 640 x 480, 0.87 of its boxes were
-    right in tiles of 400 x 300, 0.36 in squares. A photograph of more than 2 : 1 has tiles of 2 : 1, or of its width."""
+    right in tiles of 400 x 300, 0.36 in squares. A photograph longer than 2 : 1 has tiles of 2 : 1, or of its width."""
     _, *tiles = tiles_of(width, height, side)
     assert {(one.right - one.left, one.bottom - one.top) for one in tiles} == {tile}
 
