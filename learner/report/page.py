@@ -3,7 +3,6 @@ needs no network."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from learner.report.records import RunSet
 from learner.report.rewards import reward_section
 from learner.report.scenes import gallery, place_tags
 from learner.report.scores import progress_of
-from learner.report.training import steps_table, sync_table, training
+from learner.report.training import training
 from learner.run.files import write_atomically
 
 
@@ -90,9 +89,5 @@ def render(runs: RunSet) -> str:
         trainings=[section for section in sections if section],
         gallery=gallery(progress),
         runs=[(f"{run.name}: " if several else "", run) for run in runs.runs],
-        summary=runs.summary,
-        steps_table=steps_table,
-        sync_table=sync_table,
         to_yaml=partial(yaml.safe_dump, sort_keys=False, allow_unicode=True),
-        to_json=partial(json.dumps, indent=2, ensure_ascii=False),
     )

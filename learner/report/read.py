@@ -53,7 +53,7 @@ def read_runs(path: Path) -> RunSet:
     if not path.is_dir():
         raise DataError("there is no run directory", found=str(path), remedy="give the directory that the run wrote")
     if is_run(path):
-        return RunSet(title=_title(path), runs=(read_run(path),), summary={}, recipe={})
+        return RunSet(title=_title(path), runs=(read_run(path),), recipe={})
     # Links are skipped: `latest` is a link to a run whose own folder is listed.
     children = sorted((p for p in path.iterdir() if p.is_dir() and not p.is_symlink() and is_run(p)), key=_rank)
     if not children:
@@ -64,8 +64,7 @@ def read_runs(path: Path) -> RunSet:
             remedy="give training.output_dir of a run",
         )
     runs = tuple(read_run(child) for child in children)
-    summary, recipe = (_read_mapping(path / name)[0] for name in ("summary.json", RECIPE))
-    return RunSet(title=_title(path), runs=runs, summary=summary, recipe=recipe)
+    return RunSet(title=_title(path), runs=runs, recipe=_read_mapping(path / RECIPE)[0])
 
 
 def is_run(path: Path) -> bool:
@@ -98,7 +97,7 @@ def run_of(path: Path, events: Sequence[Mapping[str, object]], damaged: int, *, 
         path=path,
         config=config,
         steps=tuple(steps[key] for key in sorted(steps)),
-        syncs=_syncs(events),
+        syncs=tuple(map(_sync, named.get("sync", ()))),
         evals=evals,
         test=test,
         timelines=tuple(timelines[key] for key in sorted(timelines)),
@@ -281,16 +280,10 @@ def _spike(event: Mapping[str, object]) -> SpikePoint:
     return _record(SpikePoint, event, metric=str(event.get("metric", "")), samples=tuple(samples))
 
 
-def _syncs(events: Sequence[Mapping[str, object]]) -> tuple[SyncPoint, ...]:
-    found, before = [], ""
-    for event in reversed(events):
-        if event.get("event") in ("step", "eval"):
-            before = str(event["event"])
-        elif event.get("event") == "sync":
-            mode = "adapter" if event.get("mode") == "adapter" else "full"
-            receipt = _record(SyncReceipt, event, mode=mode, fallback=str(event.get("fallback", "")))
-            found.append(SyncPoint(receipt=receipt, metrics=_numbers(event), before=before))
-    return tuple(reversed(found))
+def _sync(event: Mapping[str, object]) -> SyncPoint:
+    mode = "adapter" if event.get("mode") == "adapter" else "full"
+    receipt = _record(SyncReceipt, event, mode=mode, fallback=str(event.get("fallback", "")))
+    return SyncPoint(receipt=receipt, metrics=_numbers(event))
 
 
 def _data(event: Mapping[str, object]) -> DataCounts:

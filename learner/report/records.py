@@ -84,12 +84,10 @@ class EvalPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncPoint:
-    """One weight sync. `metrics`: all numbers of its event. `before`: kind of the next event that used the weights,
-    `step` or `eval`; empty if the run ended after the sync."""
+    """One weight sync. `metrics`: all numbers of its event."""
 
     receipt: SyncReceipt
     metrics: Mapping[str, float]
-    before: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,10 +161,8 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSet:
-    """The runs of one report, the main one first. `summary` and `recipe`: content of the folder's `summary.json` and
-    `recipe.json`; empty without such a file."""
+    """The runs of one report, the main one first. `recipe`: content of the folder's `recipe.json`; empty without it."""
 
     title: str
     runs: tuple[RunRecord, ...]
-    summary: Mapping[str, object]
     recipe: Mapping[str, object]

@@ -1,4 +1,4 @@
-"""Makes the report's section on a run's training: small charts, the timeline of one step, and tables.
+"""Makes the report's section on a run's training: small charts, and the timeline of one step.
 
 In: a `RunRecord`. Out: `Chart` and `Table` records for `templates/page.html`. Every metric of a step or a sync is
 shown: a metric for which no chart is defined here gets a chart with the metric's name as title.
@@ -36,25 +36,9 @@ from learner.report.spikes import SpikingStep, largest, marked, spikes
 PHASE_COLORS = {"rollout": "rollout", "learn": "learn", "sync": "sync", "wait": "before", "out": "other"} | {
     name: name for name in ("data", "target", "pack", "labels", "eval")
 }  # name of an activity -> name of its color; other activities have the color "rest"
-MAX_ROWS = 400  # max rows of the table of steps; for a longer run, the table has only every n-th step
 SMALLEST_SHARE = 0.01  # a phase with less than this share of the step time is drawn as a part of `other`
 MAX_CHARTS = 24  # max visible charts of metrics for which no chart is defined here; the others are shown on a click
 STAGE2, AHEAD = "stage2_ab/", "stage2_ab/async/"
-STEP_COLUMNS = {
-    "Loss": "loss",
-    "Match": "match_rate",
-    "FN": "missed",
-    "FP": "spurious",
-    "Rollout s": "rollout_s",
-    "Learn s": "learn_s",
-    "Sync s": "sync_s",
-    "Step s": "step_s",
-    "Tokens/s": "tokens_per_s",
-    "Fill": "packing_fill",
-    "Grad": "grad_norm",
-    "LR": "learning_rate",
-    "GPU GiB": "gpu_peak_gib",  # only runs on a GPU measure it
-}
 NamedLine = tuple[str, str, str]  # a line's name, the metric that it shows, its color
 
 # SHOWN and STAGE2_SHOWN: metrics that get no chart of their own, because other charts show them. FOLDED: beginnings of
@@ -73,7 +57,6 @@ TITLES = {  # chart titles by metric; other charts have the metric's name as tit
     "merge_gap": "Effect of merging (nats a token)",
 }
 SPIKING = {"loss": "loss", "gradient norm": "grad_norm"}  # name of a chart -> its metric, whose spikes are marked
-PURPOSES = {"step": "rollouts", "eval": "evaluation"}  # kind of the event after a sync -> what the weights were for
 SYNC_SHOWN = ("time", "ver", "seconds", "num_bytes", "num_tensors", "canary_gap", "canary_gap_max", "global_step")
 
 
@@ -245,28 +228,6 @@ def _stage2(run: RunRecord) -> dict[str, Chart | None]:
             "busy": line_chart("Share of the step spent learning", [Series("learning", busy, "learn")], y_max=1.0),
         }
     return charts
-
-
-def steps_table(run: RunRecord) -> Table:
-    """Return a table with a row per step: every step, or every n-th step of a run with more than MAX_ROWS steps. The
-    table always has the last step."""
-    stride = -(-len(run.steps) // MAX_ROWS) or 1
-    kept = [s for i, s in enumerate(reversed(run.steps)) if i % stride == 0][::-1]
-    on_gpu = any("gpu_peak_gib" in step.metrics for step in kept)
-    columns = {name: key for name, key in STEP_COLUMNS.items() if on_gpu or key != "gpu_peak_gib"}
-    rows = [[str(s.global_step), s.channel, *(number(_value(s, k)) for k in columns.values())] for s in kept]
-    return Table(["Step", "Ch.", *columns], rows)
-
-
-def sync_table(run: RunRecord) -> Table:
-    """Return a table with one row per weight sync."""
-    rows = []
-    for sync in run.syncs:
-        s = sync.receipt
-        values = [number(s.seconds), number(s.num_bytes / 1e6), str(s.num_tensors)]
-        gaps = [number(s.canary_gap), number(s.canary_gap_max)]
-        rows.append([str(s.ver), s.mode, PURPOSES.get(sync.before, "–"), *values, *gaps])
-    return Table(["Ver", "Mode", "For", "Seconds", "Megabytes", "Tensors", "Canary gap", "Greatest gap"], rows)
 
 
 # ---- timeline ------------------------------------------------------------------------------------------------------
