@@ -204,10 +204,10 @@ def recipe(
     ] = 8,
     json: Annotated[Path | None, typer.Option(help="With --only-measure: write the features to this file too.")] = None,
 ) -> None:
-    """Choose the methods and train: sft on completed labels, then grpo where it pays.
+    """Choose the methods and train: sft on completed labels, then grpo if it helps.
 
     It measures, decides and says why, all in one run directory. Validation decides, so the result is never worse than
-    the start. Each stage is a process, of --nproc ranks. The same command goes on after an interruption.
+    the start. Each stage is a process, of --nproc ranks. After an interruption the same command continues.
 
     With --only-measure the run's model answers some scenes, without a server, and nothing is trained: features, a
     recommendation, and its reasons are printed.
@@ -435,7 +435,8 @@ def evaluate(
 ) -> None:
     """Compare detectors on an annotation file.
 
-    It shows F1 at the best threshold, AP, calibration and classes, with intervals, and how every two detectors differ.
+    It shows F1 at the best threshold, AP, calibration and classes, with intervals, and the difference of every two
+    detectors.
     """
     given, answering = _named(predictions, "--predictions"), _named(model, "--model")
     held_out, retained = _named(val_predictions, "--val-predictions"), _named(retain, "--retain")
@@ -622,7 +623,7 @@ def audit_missing(
     number: Annotated[int, typer.Option(help="Suggestions that are drawn to be judged.", min=1)] = 60,
     port: Annotated[int, typer.Option(help="The port to listen at.", min=1, max=65535)] = 8791,
 ) -> None:
-    """Serve a page on which one person judges some suggestions, drawn by chance: right, wrong name, nothing there,
+    """Serve a page on which one person judges a random sample of the suggestions: right, wrong name, nothing there,
     cannot tell. From `audit.json` in the folder, a run knows how often suggestions are right
     (`labels.complete.audit`)."""
 
@@ -681,7 +682,7 @@ def add_server(
 
 @servers.command("remove")
 def remove_server(url: ServerUrl, run: RunDir) -> None:
-    """Send a server no further requests from the end of the step on. The server can be stopped after the next weight
+    """Send a server no more requests after the end of the step. The server can be stopped after the next weight
     sync."""
     _end(lambda: _ask_servers(run, "remove", url, None))
 
@@ -704,7 +705,7 @@ def split(
     out: Annotated[Path, typer.Option(help="The folder for train.txt, val.txt and test.txt.")],
     overrides: Overrides = None,
 ) -> None:
-    """Write which photographs a run learns, and which it is judged by: lists of paths, also for YOLO trainers."""
+    """Write lists of the photographs that a run trains on and is evaluated on, also for YOLO trainers."""
 
     def work() -> int:
         from learner.doctor.lists import write_lists
@@ -792,7 +793,7 @@ def _without_our_key(error: ConfigErrors) -> ConfigErrors:
 def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:
     """Return the configuration of this rank. A wrong configuration raises before torch is loaded. Sets the environment
     variables that torch and vLLM need."""
-    # Nearly all objects that are made at the start stay alive. So garbage collections found nothing, but took 4.1 of
+    # Nearly all objects that are made at the start stay alive. So garbage collections freed nothing, but took 4.1 of
     # the 17 s of processor time.
     collect_rarely()
     from learner.config.load import load_config
@@ -829,7 +830,7 @@ def _end(work: Callable[[], int]) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = work()
-        # If the reader of the output has gone (a closed pipe), that is noticed only here.
+        # A closed pipe (the program that reads the output has ended) is noticed only here.
         sys.stdout.flush()
     except ProjectError as error:
         code = _tell(error)

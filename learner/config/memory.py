@@ -5,8 +5,8 @@ In: the configuration of a checkpoint, and how it is trained. Out: a `MemoryEsti
 The backward pass of a layer needs the inputs of every matrix product and of every norm. For each token these are 4 x
 hidden, 3 x (query + key + value width) and 3 x intermediate values. With gradient checkpointing only the input of each
 layer is kept. The backward pass then computes the layers again, one at a time, which also needs memory for this layer's
-gradients. Attention stores no square matrix. The output head takes LOGITS_CHUNK tokens at a time. The vision tower
-computes `merge ** 2` patches for each image token.
+gradients. Attention stores no matrix of tokens x tokens. The output head takes LOGITS_CHUNK tokens at a time. The
+vision tower computes `merge ** 2` patches for each image token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ GIB = 2**30
 LOGITS_CHUNK = 1024  # supervised tokens whose logits exist at once; a test compares it with learner/policy/loss.py
 IMAGE_SHARE = 0.5  # assumed fraction of image tokens among the tokens of a row
 OTHER_BYTES = GIB  # memory of CUDA's context, and memory that the allocator cannot reuse.
-# Memory of an uncompiled layer's activations / memory of a compiled layer's; measured on a model of 4B parameters.
+# Activations of a layer that is not compiled take this many times the memory of a compiled layer's; measured on a model
+# of 4B parameters.
 EAGER = 1.55
 COMPILED_FROM = 5e8  # min number of parameters of a model that `model.compile: auto` compiles.
 # Bytes per logit. A compiled loss keeps the logit and its gradient in bfloat16. A loss that is not compiled keeps a
@@ -180,7 +181,7 @@ def estimate(shape: ModelShape, use: Use) -> MemoryEstimate:
         value_bytes = use.weight_bytes
     activations, logits = _of_a_row(shape, use)
     other = OTHER_BYTES
-    if use.parts > 1:  # every part gathers two layers and the embedding at a time
+    if use.parts > 1:  # every rank gathers two layers and the embedding at a time
         other += use.weight_bytes * (2 * shape.text.layer_parameters + shape.embedding_parameters)
     return MemoryEstimate(
         weights=use.weight_bytes * shape.num_parameters // use.parts,

@@ -55,7 +55,7 @@ def exact_ratio(b_ratio: float) -> Fraction:
 def scheduled_channel(global_step: int, b_ratio: float) -> Channel:
     """Return the scheduled channel of the step after `global_step` completed steps. With s = `global_step` and
     b = `b_ratio` it is B if floor((s + 1) * b) > floor(s * b), in exact arithmetic, else A."""
-    # Doubles would move a step: 100 * 0.29 is 28.999999999999996.
+    # Doubles would shift a Channel-B step: 100 * 0.29 is 28.999999999999996.
     ratio = exact_ratio(b_ratio)
     return "B" if math.floor((global_step + 1) * ratio) > math.floor(global_step * ratio) else "A"
 

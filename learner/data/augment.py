@@ -1,4 +1,4 @@
-"""`data.augment` draws how a photograph is altered in an epoch, and computes where its objects then are.
+"""`data.augment` chooses at random how a photograph is altered in an epoch, and computes its objects' new coordinates.
 
 In: training samples, and an epoch. Out: samples with a `View` (how the picture is cut out, turned and colored), and
 with the objects, regions and size of the augmented picture. This module reads no pixels. `learner.data.views` makes the
@@ -33,14 +33,14 @@ from shared.errors import DataError
 log = logging.getLogger(__name__)
 
 Augmented = Callable[[int, int, int], Sample]  # (index, epoch, position) -> the sample, altered for that epoch
-_TRIES = 8  # max draws of a view, if the photograph has objects and no draw shows one
+_TRIES = 8  # max random views tried for a photograph with objects, if none shows an object
 _LEAST_SHARE = 0.35  # min fraction of an object's area inside the picture; an object with less becomes an ignore region
 _LEAST_SIDE = 4.0  # min length of an object's shorter side, in pixels; a smaller object becomes an ignore region
 
 
 class Augmenter:
-    """Alters samples. `too_long` returns the length of a sample that does not fit a packed row, as text; then the
-    photograph is used unaltered. Raises DataError for samples that do not have exactly one image of known size."""
+    """Alters samples. `too_long` returns the length, as text, of an altered sample that does not fit a packed row; its
+    photograph is then used unaltered. Raises DataError for samples that do not have exactly one image of known size."""
 
     def __init__(
         self,

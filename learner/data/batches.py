@@ -92,7 +92,7 @@ def see(
     """Return the samples, altered by `augmented` if it is given. For equal indices the same object is returned."""
     if augmented is None:
         return tuple(samples[i] for i in indices)
-    # A sample that is drawn several times is one object, so `submit_all` encodes it once.
+    # A sample that occurs several times is one object, so `submit_all` encodes it once.
     seen = {i: augmented(i, epoch, position) for i in dict.fromkeys(indices)}
     return tuple(seen[i] for i in indices)
 

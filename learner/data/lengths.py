@@ -7,7 +7,7 @@ number of micro-steps after which the packing buffer must overflow, or None.
 A step learns at most `max_new_tokens` tokens of the model's own answer, with at most all objects of the sample
 appended. So a sample's longest sequence is its prompt, `max_new_tokens` tokens, and all its objects. No pixels are
 decoded: the processor computes an image's number of tokens from its size. An answer is tokenized only if an upper bound
-of its tokens does not fit.
+of its number of tokens does not fit a row.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class Overflow:
     """An overflow: more segments wait for a row than a rank may carry over to the next micro-step."""
 
     micro_steps: int  # the overflow happens after this many micro-steps, or earlier
-    carried: int  # at least this many segments then wait on some rank
+    carried: int  # at the overflow, at least this many segments wait on some rank
 
 
 def carry_overflow(
     fewest: Sequence[int], sampler: DistributedSampler, *, row_tokens: int, micro_steps: int, most_carried: int
 ) -> Overflow | None:
-    """Return the overflow that must happen if each rank learns one row per micro-step (D6); None if the buffer need not
-    overflow. `fewest[i]`: lower bound of the number of tokens of sample i. The check is made after 1, 2, 4, ...
+    """Return the overflow that is certain if each rank learns one row per micro-step (D6); None if no overflow is
+    certain. `fewest[i]`: lower bound of the number of tokens of sample i. The check is made after 1, 2, 4, ...
     micro-steps and at the run's end. The check assumes that the rows of all ranks hold the shortest segments, and are
     filled to the last token.
     """

@@ -94,7 +94,7 @@ class PromptEncoder:
         text = len(self._token_ids(self._text(sample)))  # each image is one placeholder
         if count is None or not sample.images:
             return text
-        one = len(sample.images) == 1  # the size of a single image was checked when the annotations were read
+        one = len(sample.images) == 1  # the size of a single image was already checked
         sizes = [(sample.width, sample.height)] if one else [self.images.size(image) for image in sample.images]
         with _shape_errors(sample, sizes):
             # transformers takes the height first.
@@ -177,7 +177,7 @@ def check_prompt_prefix(
 ) -> None:
     """R03: check that the server's prompt token ids equal the learner's. Raises PromptMismatchError.
 
-    With `decode`, a tokenizer's method, the message shows the first difference as text, on both sides.
+    With `decode`, a tokenizer's method, the error shows both texts around the first difference.
     """
     if tuple(expected) == tuple(served):
         return

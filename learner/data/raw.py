@@ -212,7 +212,7 @@ class SampleMaker:
         errors = self.bad.num_errors
         number = len(record.images)
         self._tell_found(seen, record.place)
-        # The sizes are needed first: coordinates become bins by them.
+        # The sizes are needed first, to convert coordinates to bins.
         sizes = self._sizes(record, seen)
         if not self._asks_something(record.messages, number, record.place) or sizes is None:
             return None
@@ -233,7 +233,7 @@ class SampleMaker:
             ignored=tuple(made for obj, made in kept if obj.ignored),
             sizes=sizes if number > 1 else (),
         )
-        # The checks need whole bins, because an answer has no others.
+        # The checks need whole bins, because an answer has only whole numbers.
         taught = rounded(sample) if self.exact else sample
         return sample if self._is_valid(taught, record.place) and self._fits(taught, record.place) else None
 

@@ -3,12 +3,12 @@
 In: a position, which is the number of a micro-batch since training began. Out: this rank's share of that micro-batch,
 which is the part that this rank learns. The share depends only on seed, position and rank, so a resume is exact. An
 epoch is one shuffled order of all samples. Micro-batch m takes the next W*n samples of the order (W ranks, n samples
-each), and rank r takes the r-th group of n of these samples. So sample i of rank r has the place r*n + i among the W*n
-samples. The place is the index of the sample's request, and the request's seed is computed from this index (SPEC:
-Seeds, D4). The last micro-batch of an epoch holds the samples that are left, divided over the ranks as evenly as
-possible. A rank may get an empty share, and still takes part in the step. Invariants: in an epoch, the shares of all
-ranks together have each sample exactly once. The order of the samples does not depend on W or n. With `repeats` K
-(`grpo`) each sample has K neighbouring places in the order, all of them in one micro-batch of one rank.
+each), and rank r takes the r-th group of n of these samples. So sample i of rank r has the index ("place") r*n + i
+among the W*n samples. The seed of the sample's request is computed from this place (SPEC: Seeds, D4). The last
+micro-batch of an epoch holds the remaining samples, divided over the ranks as evenly as possible. A rank may get an
+empty share, and still takes part in the step. Invariants: in an epoch, the shares of all ranks together have each
+sample exactly once. The order of the samples does not depend on W or n. With `repeats` K (`grpo`) each sample has K
+neighbouring places in the order, all of them in one micro-batch of one rank.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class DistributedSampler:
         return -(-self.num_places // self.global_batch)
 
     def global_size(self, position: int) -> int:
-        """Return the number of places in the micro-batch at `position`, over all ranks."""
+        """Return the number of places (samples, counting repeats) in the micro-batch at `position`, over all ranks."""
         return min(self.global_batch, self.num_places - position % self.per_epoch * self.global_batch)
 
     def places(self, position: int) -> range:
-        """Return this rank's places in the micro-batch at `position`, counted over all ranks."""
+        """Return the range of this rank's places among all ranks' samples of the micro-batch at `position`."""
         # All places of a sample (a group of rollouts) stay on one rank.
         size = self.global_size(position) // self.repeats
         first, last = (size * rank // self.num_ranks for rank in (self.rank, self.rank + 1))

@@ -32,7 +32,7 @@ from shared.images import Images
 log = logging.getLogger(__name__)
 
 _THREADS = 8  # threads that read image headers; they mostly wait for the disk
-_TELL_S = 5.0  # seconds between two log lines about progress
+_TELL_S = 5.0  # min seconds between two log lines about progress
 _AHEAD = 256  # max records whose images are read in advance
 
 
@@ -180,7 +180,7 @@ def _records_of(reader: Reader, source: Source) -> Iterator[RawRecord | Sample]:
                 found = f"record {number} is a {type(record).__name__}"
                 raise DataError(key, found=found, wanted=wanted, remedy=remedy)
             yield record
-    # A reader's own DataError names the record already.
+    # A DataError that the reader raises names the record already.
     except DataError:
         raise
     except Exception as error:

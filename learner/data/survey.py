@@ -27,12 +27,11 @@ _MAX_NAMED = 12
 _SMALL_SIDE_PX = 12.0  # a smaller box covers at most a few patches of the model's encoder
 _RARE = 5  # min boxes of a class; a class with fewer is reported.
 # Min photographs to evaluate on; with fewer there is a warning. With 200 scenes the interval around F1 is 0.03
-# (README.md), so with 20 it is about 0.1, which is as much as training gains.
+# (README.md), so with 20 scenes it is about 0.1, as large as the gain from training.
 LEAST_HELD_OUT = 20
 _MISPLACED = ("no_area", "outside_image")
-# Boxes that were read in a wrong unit: 464 of 513 YOLO labels in pixels were misplaced, and 358 of 476 COCO boxes given
-# as corners.
-# If more than this fraction of the boxes is misplaced, the unit is probably wrong.
+# Of boxes read in a wrong unit, most were misplaced: 464 of 513 YOLO labels in pixels, 358 of 476 COCO boxes given as
+# corners. If more than this fraction of the boxes is misplaced, the unit is probably wrong.
 _MOST_MISPLACED = 0.25
 
 
@@ -141,8 +140,7 @@ def lines_of(found: Survey) -> list[str]:
 
 
 def warnings_of(found: Survey, split: str = "train", learned: Collection[str] = ()) -> list[str]:
-    """Return lines about probable mistakes. `learned`: the classes of the split `train`, if `split` is another
-    split."""
+    """Return lines about probable mistakes. `learned`: the classes of the split `train`, unless `split` is `train`."""
     warned = [*found.told]
     doubtful = ""
     if found.hint:
@@ -197,7 +195,7 @@ class Seen:
     """The size at which the model sees a photograph."""
 
     size: tuple[int, int]
-    share: float  # fraction of the photograph's pixels that the model sees
+    share: float  # pixels of the resized photograph / pixels of the photograph
     num_tokens: int
 
 
@@ -264,7 +262,7 @@ def shared_images(splits: Mapping[str, Sequence[Sample]]) -> dict[tuple[str, str
         for sample in samples:
             for image in sample.images:
                 by_length.setdefault(_length(image), []).append((split, image, sample))
-    where: dict[str, dict[str, str]] = {}  # the photograph's name in each split, by fingerprint
+    where: dict[str, dict[str, str]] = {}  # fingerprint -> split -> the photograph's name
     for alike in by_length.values():
         # Only files whose length occurs in two splits are read, because files of different lengths differ. Reading all
         # files of 20,000 photographs took 7 s of processor time more.

@@ -62,7 +62,7 @@ def tiled(sample: Sample, side: int) -> Iterator[Sample]:
     yield rounded(sample)
     if len(sample.images) != 1:
         return
-    # A thousandth of the photograph may be ten of a tile, so tiles are cut from exact bins.
+    # Tiles are cut from exact bins: a rounding error of one bin in the photograph may be ten bins in a tile.
     for tile in tiles_of(sample.width, sample.height, side)[1:]:
         size = (tile.right - tile.left, tile.bottom - tile.top)
         seen = seen_as(sample, View(photograph=(sample.width, sample.height), window=tile, size=size))

@@ -134,7 +134,7 @@ class Reach:
     )
     taken: _Fit = field(default_factory=_Fit)
     corners: int = 0
-    far: tuple[float, float] = (0.0, 0.0)  # the largest x and y of any box, as written
+    far: tuple[float, float] = (0.0, 0.0)  # the largest x and y of any box, in the file's unit
     largest: Size = (0, 0)  # size of the photograph with the largest area
     has_wide: bool = False  # True if some image is not square
     ends: set[tuple[float, float]] = field(default_factory=set)  # up to `_MANY` different lower right corners of boxes
@@ -171,7 +171,7 @@ class Reach:
     def better(self) -> tuple[Unit, _Fit] | None:
         """Return the unit that fits much better than the unit in use; None if there is none. Units that are fractions
         of a side are tried first."""
-        # Small units come first, because their numbers fit the larger units too.
+        # Units with small numbers come first, because small numbers also fit units with larger numbers.
         units: tuple[Unit, ...] = (*_PER_SIDE, "pixels")
         others = ((unit, self.fits[unit]) for unit in units if {unit} != self.units)
         return next(((unit, fit) for unit, fit in others if self._is_better(fit)), None)
@@ -179,7 +179,7 @@ class Reach:
     def _is_better(self, fit: _Fit) -> bool:
         taken, num = self.taken, self.num
         if self.units == {"pixels"} and fit is self.fits["shares"] and num >= _LEAST and fit.inside >= _ALL * num:
-            return True  # real boxes in pixels are never so small
+            return True  # numbers this small are never pixels
         if num < _LEAST or fit.inside < _ALL * num or fit.least < min(0.5, 2 * taken.least):
             return False
         if taken.inside < _FEW * num:

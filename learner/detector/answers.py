@@ -1,8 +1,8 @@
-"""Asks a model about images: for each image it gives one greedy answer and K drawn answers.
+"""Asks a model about images: for each image it gives one greedy answer and K sampled answers.
 
 `Answers` asks vLLM in this process (the default), transformers' `generate` (`hf`), or a running rollout server. Answers
-carry the log-probabilities of their tokens. A drawn answer's seed is computed from the index of the image and the
-number of the draw. So the seed does not depend on how many images are answered at once, or on an interruption.
+carry the log-probabilities of their tokens. A sampled answer's seed is computed from the index of the image and the
+number of the answer. So the seed does not depend on how many images are answered at once, or on an interruption.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from shared.wire import ServerStatus
 
 Backend = Literal["vllm", "hf"]
 SEED = 0
-ON_CPU, ON_CUDA = 32, 128  # max sequences that are decoded at once
-REACHABLE_S = 10.0  # max seconds until a server's first answer; the server already runs
-GPU_SHARE = 0.85  # share of a GPU's memory that the engine takes: nothing is trained beside it
-MOST_PARTS = 4096  # max parts of an image; each part has seeds of its own
+ON_CPU, ON_CUDA = 32, 128  # max sequences that are decoded at once, by device
+REACHABLE_S = 10.0  # max seconds to wait for a server's first answer: the server is already running
+GPU_SHARE = 0.85  # fraction of a GPU's memory that the engine takes; no training needs the rest
+MOST_PARTS = 4096  # max parts (tiles) of an image; the answers to each part have other seeds
 _TEXT_MARGIN = 64  # tokens that are added to the longest expected prompt
 
 
@@ -54,7 +54,7 @@ class AnswerSettings:
     backend: Backend = "vllm"
     server: str | None = None
     samples: int = 0  # number of sampled answers to each image, K
-    max_new_tokens: int | None = None  # None: as the model's settings say
+    max_new_tokens: int | None = None  # None: the limit in the model's settings
     temperature: float = 1.0
     dtype: str = "auto"
     token: str | None = None
@@ -179,8 +179,8 @@ class Answers:
     def _require_same_weights(self, url: str, status: ServerStatus) -> None:
         """Raises ServerMismatchError if the server's weights are not those of `--model`: prompt and calibration were
         made for the weights of `--model` only."""
-        # These cannot be compared: weights that a run has synced are in no file, and an adapter's file is not the
-        # merged model.
+        # Weights that a run has synced are in no file, and an adapter's file is not the merged model. Neither can be
+        # compared.
         if status.ver or not status.weights or self._model.has_adapter:
             return
         if checkpoint_digest(str(self._model.folder)) != status.weights:
@@ -220,7 +220,7 @@ class Answers:
             ranks=ranks,
             tensor_parallel_size=1,
             offload=Offload(lambda: iter(()), self.device),
-            # No sync brings weights here.
+            # The engine reads the weights from the folder, because no sync sends them.
             reads_weights=True,
             keeps_awake=True,
         )

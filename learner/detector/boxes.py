@@ -25,7 +25,7 @@ _EDGE = 2.0  # pixels; a box nearer than this to its tile's edge counts as cut
 
 class ScoredBox(NamedTuple):
     """A found object with its score. `box` is x1, y1, x2, y2 in pixels. `outline` is x1, y1, x2, y2, ... of a polygon,
-    or (). `votes` counts the drawn answers that have the object; None: no answers were drawn."""
+    or (). `votes`: number of sampled answers that have the object; None: no answers were sampled."""
 
     name: str
     score: float
@@ -81,7 +81,7 @@ def _repeats(box: tuple[float, ...], others: NDArray[np.float64], *, cut: bool) 
     area = (x2 - x1) * (y2 - y1)
     areas = (others[:, 2] - others[:, 0]) * (others[:, 3] - others[:, 1])
     same = shared >= SAME_IOU * (area + areas - shared)
-    # A part of an object has a small IoU with the whole object. So a box that was cut is judged by the share of its
+    # A part of an object has a small IoU with the whole object. So a box that was cut is judged by the fraction of its
     # area that another box covers.
     return bool((same | (cut & (shared >= COVERED * area))).any())
 

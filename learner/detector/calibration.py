@@ -1,8 +1,8 @@
 """`rollout-learner calibrate`: fits scores on answers to annotated validation images, and writes `calibration.json`.
 
-The option `samples` lists numbers of drawn (sampled) answers per image; each number gets its own calibration. The model
-gives each image a greedy answer, and as many drawn answers as the largest number. The calibration for a smaller number
-n uses only the first n drawn answers. The model must not have been trained on the images: answers to training images
+The option `samples` lists numbers of sampled answers per image; each number gets its own calibration. The model gives
+each image a greedy answer, and as many sampled answers as the largest number. The calibration for a smaller number n
+uses only the first n sampled answers. The model must not have been trained on the images: answers to training images
 look too good.
 """
 
@@ -32,8 +32,8 @@ from learner.tasks.tokens import pieces_of
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
-    """The options of `calibrate`. `samples`: numbers of drawn answers per image; each number gets a calibration.
-    `out`: the file to write; None: a file beside the model's weights."""
+    """The options of `calibrate`. `samples`: numbers of sampled answers per image; each number gets a calibration.
+    `out`: the file to write; None: a file in the folder of the model's weights."""
 
     model: Path
     annotations: str

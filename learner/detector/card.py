@@ -1,8 +1,8 @@
-"""The model card of an export: what the model is, what it was measured to do, and how to ask it.
+"""The model card of an export: what the model is, how well it did in evaluations, and how to prompt it.
 
-In: a checkpoint's folder, the settings with which the model is asked, and the run that trained it, if a run did. Out:
-the text of `README.md`, whose first lines the Hugging Face hub reads. The text has no path of this machine, except the
-last two parts of the training data's path.
+In: a checkpoint's folder, the settings for prompting the model, and the run that trained it, if there is one. Out: the
+text of `README.md`, whose first lines the Hugging Face hub reads. The text has no path of this machine, except the last
+two parts of the training data's path.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ METHODS = {
 def notes_of(
     checkpoint: Path, name: str, *, config: str | None = None, tell: Callable[[str], None] = lambda _: None
 ) -> dict[str, str]:
-    """Return the files, by name, that lie beside an exported model's weights: settings for inference, card, licenses,
+    """Return the files, by name, that an export adds to the model's weights: settings for inference, card, licenses,
     calibration. `tell` gets warnings. Raises ConfigError."""
     notes = {}
     if config or can_be_asked(checkpoint):
@@ -57,8 +57,8 @@ def notes_of(
 
 
 def card_of(model: ModelFiles, name: str) -> str:
-    """Return the text of README.md. `name` is the model's name for people. The owner of the repository
-    replaces OWNER in its text."""
+    """Return the text of README.md. `name` is the model's name for people. The text has OWNER where the user puts the
+    repository's owner."""
     # None: there is no run, or its files must not be read (D24)
     origin = trained_by(model.folder) if model.run is not None else None
     run, step = (read_run(origin[0]), origin[1]) if origin else (None, None)

@@ -1,7 +1,7 @@
 """`rollout-learner predict --model DIR INPUT... --out DIR`: finds objects in photographs, and writes them to files.
 
-Prints a line per unreadable image and a progress bar to stderr, and at the end where the results are. The exit code is
-1 if an image was skipped. If a command was interrupted, the same command continues where it stopped.
+Prints to stderr a progress bar, a line per unreadable image, and at the end the path of the results. The exit code is 1
+if an image was skipped. If a command was interrupted, the same command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def predict(options: Options) -> int:
 
 
 def quiet() -> None:
-    """Print only what the command says, not what libraries log."""
+    """Silence the log lines of libraries, so that only the command's own lines are printed."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
 
 
 def tell_warnings(model: ModelFiles, console: Console) -> None:
-    """Print why the model may answer otherwise than its user expects."""
+    """Print the model's warnings: reasons why its answers may not be what the user expects."""
     for warning in model.warnings:
         console.print(f"warning: {warning}")
 
@@ -94,8 +94,8 @@ def tell_warnings(model: ModelFiles, console: Console) -> None:
 @dataclass(kw_only=True)
 class Work:
     """What one `predict` command has done. `num_images`: images to answer. `num_before`: images that earlier,
-    interrupted commands answered. `skipped`: a line for each image that was skipped. `seconds`: time without the start
-    of the backend."""
+    interrupted commands answered. `skipped`: a line for each image that was skipped. `seconds`: duration, without the
+    start of the backend."""
 
     num_images: int
     num_before: int = 0

@@ -44,7 +44,7 @@ MOST_PATH = 4096  # max characters of a path
 
 
 class Parts(NamedTuple):
-    """What is asked about an image: its tiles, and a sample for each tile. For a record of several images, each image
+    """An image's tiles, and the sample (prompt and picture) for each tile. For a record of several images, each image
     is one tile, and all tiles are in one sample."""
 
     tiles: list[Tile]
@@ -52,7 +52,7 @@ class Parts(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """Images that the model is asked about together: one image, or the images of a record. `places` are their indexes
+    """Images that are in one request to the model: one image, or the images of a record. `places` are their indexes
     among all images that the command or the call of `Detector.predict` got."""
 
     places: list[int]
@@ -123,8 +123,8 @@ class Detector:
     def predictions(self, line: Mapping[int, InputImage]) -> Iterator[tuple[int, Prediction | MediaError]]:
         """Yield the index and the prediction of each image, some images at a time. If an image cannot be used, its
         MediaError is yielded instead. `line` has images by their indexes among all images of the command or the call;
-        drawn answers depend on these indexes. Images of one record are neighbours. Raises ConfigError if the model
-        cannot be asked about the images."""
+        the seeds of sampled answers depend on these indexes. Images of one record are neighbours. Raises ConfigError if
+        the model cannot be asked about the images."""
         self._require_askable(line.values())
         self.__enter__()
         waiting: dict[int, Ask] = {}
@@ -179,7 +179,7 @@ class Detector:
             self.answers.encoder.num_tokens(samples[0])
         except MediaError as error:
             return error
-        except DataError as error:  # the sample that the image became is wrong
+        except DataError as error:  # the sample that was made of the image is wrong
             return MediaError(
                 f"image {image.source[-300:]!r} can't be used",
                 found=error.found,
@@ -267,7 +267,7 @@ class Detector:
 
 
 def _asks(line: Mapping[int, InputImage]) -> dict[int, list[int]]:
-    """Return the indexes of images that are asked together, by the index of the first of these images."""
+    """Return the indexes of the images of each request, by the index of the request's first image."""
     found: dict[int, list[int]] = {}
     for place, image in line.items():
         # The index of a record's first image is computed, because a resumed command may lack that image in `line`.

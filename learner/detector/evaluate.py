@@ -58,9 +58,9 @@ TABLE_WIDTH = 110  # min width in characters, so that lines in a log are not bro
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """What is compared. `predictions`: result files, by the detector's name. `models`: model folders, by name. `val`:
-    validation annotations, on which thresholds are chosen. `val_predictions`: result files for `val`, by the detector's
-    name. `retain`: other annotation files that the models answer too, by name."""
+    """The options of `evaluate`. `predictions`: result files, by the detector's name. `models`: model folders, by name.
+    `val`: validation annotations, on which thresholds are chosen. `val_predictions`: result files for `val`, by the
+    detector's name. `retain`: other annotation files that the models answer too, by name."""
 
     annotations: str
     predictions: Mapping[str, Path] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def evaluate(options: EvaluateOptions) -> int:
     results = evaluate_all(detectors, main, thresholds)
     compared = _compared(options, found, samples, results, thresholds)
     why = {one.name: f"{one.reason.what}; {one.reason.remedy}" for one in detectors if one.reason is not None}
-    # Results are printed before they are written: the disk may be full, and computing them took long.
+    # Results are printed before they are written: if the disk is full, hours of computing are not lost.
     console.width = max(console.width, TABLE_WIDTH)
     console.print(_table(results))
     for name, text in why.items():
@@ -212,8 +212,8 @@ def _is_evaluation(file: Path) -> bool:
 
 
 def _retained(name: str) -> str:
-    """Return the key for results on an annotation file that was given with `retain`. The key's prefix keeps it apart
-    from the keys of the other files."""
+    """Return the key of the results on an annotation file of `retain`. The key's prefix keeps it apart from the keys of
+    the other files."""
     return f"retain {name}"
 
 
@@ -269,7 +269,8 @@ def _answered(detector: Detector, name: str, samples: Sequence[Sample]) -> Found
 def _ranked(
     options: EvaluateOptions, kept: Mapping[str, list[list[Scored]]], samples: Sequence[Sample], console: Console
 ) -> list[RankedModel]:
-    """Return and print the detectors' F1 if labels have gaps; [] if labels show no gaps, or cannot rank detectors."""
+    """Return and print the detectors' F1, estimated for labels with gaps; [] if the labels have no gaps, or cannot rank
+    detectors."""
     audited = require_verdicts(options.audit) if options.audit is not None else []
     places = drawn_places(len(samples))
     judge = GapJudge([samples[i] for i in places], Images(ImageRules()).load, audited)

@@ -40,7 +40,7 @@ from learner.tasks.detection.parse import NO_COORDINATES
 from learner.tasks.detection.reasons import Reason
 
 FOLDS = 5
-GRID = tuple(i / 50 for i in range(51))  # recalls, or scores, at which a curve has values
+GRID = tuple(i / 50 for i in range(51))  # x values of the curves: recalls or scores
 SHOWN_AP = (AP, AP50)
 SHOWN = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5")
 
@@ -64,8 +64,8 @@ class Found:
 @dataclass(frozen=True, kw_only=True)
 class Curves:
     """Curves at IoU 0.5, with one value for each point of `GRID`. `precision`: mean over classes of the precision at
-    the recall that the point names; empty without objects. `precision_by_class`: the precision of each class at these
-    recalls. `f1`: F1 of the boxes whose score is at least the point."""
+    that recall; empty without objects. `precision_by_class`: the precision of each class at these recalls. `f1`: F1 of
+    the boxes with at least that score."""
 
     precision: Sequence[float]
     f1: Sequence[float]
@@ -96,10 +96,10 @@ class DetectorResult:
 class JudgedBoxes:
     """The N boxes that one detector found in all samples, judged at IoU 0.5 in the order of their scores."""
 
-    line: Sequence[Sequence[Scored]]  # the boxes, by sample
+    line: Sequence[Sequence[Scored]]  # the boxes of each sample
     samples: NDArray[np.int64]  # [N] index of each box's sample
     scores: NDArray[np.float64]  # [N]
-    gains: Gains  # [N]
+    gains: Gains  # [N] objects that the boxes match
     num_truth: NDArray[np.int64]  # [samples] number of objects
 
     @classmethod
@@ -151,7 +151,7 @@ def without_border(found: Sequence[Found], samples: Sequence[Sample]) -> tuple[l
     for sample in samples:
         touching = _touching(sample.objects)
         kept = tuple(obj for obj, so in zip(sample.objects, touching, strict=True) if not so)
-        # A region without a name holds for every class.
+        # An ignore region without a name applies to every class.
         cut = (obj._replace(desc="") for obj, so in zip(sample.objects, touching, strict=True) if so)
         inside.append(replace(sample, objects=kept, ignored=(*sample.ignored, *cut)))
     labels = {sample.sample_id: sample.objects for sample in inside}

@@ -1,4 +1,5 @@
-"""Finds the images that `predict` is given: photographs, folders, patterns, annotation files. Out: `InputImage`s.
+"""Finds the images that the arguments of `predict` name: photographs, folders, patterns, annotation files. Out:
+`InputImage`s.
 
 Order: as given, and inside a folder or a pattern by name. A photograph that is named twice is one image. Annotations
 keep their ids, so that results can be compared with them; other photographs are numbered from 1.
@@ -29,8 +30,8 @@ _WANTED = "a photograph, a folder of photographs, a pattern such as 'photos/*.jp
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputImage:
     """An image to answer. `id` is the annotation's id, or a number. `source` is an image string, `name` is for people.
-    If a sample has several images, which the model sees together, `record` is the sample, and `number` is the place of
-    this image among them, from 1."""
+    If a sample has several images, which the model sees together, `record` is the sample, and `number` is the position
+    of this image in the sample, from 1."""
 
     id: int | str
     source: str

@@ -1,4 +1,4 @@
-"""Finds the model that `predict` asks. In: a folder. Out: the model's files, and the settings with which it is asked.
+"""Finds the model for `predict`. In: a folder. Out: the model's files, and the settings for prompting it.
 
 `MODEL` is a checkpoint, an export, any other model's folder, or a run's folder, whose newest checkpoint is taken. A
 checkpoint with an adapter is merged into a folder of its own first: engines serve whole models.
@@ -52,8 +52,8 @@ class ModelFiles:
     folder: Path
     settings: InferenceSettings
     run: RunConfig | None = None  # the configuration of the run that wrote the model; None: not known
-    prompted: bool = False  # True: asked with another prompt than that of training
-    writes: Unit | None = None  # unit of the boxes that an untrained model writes; None: the model is trained
+    prompted: bool = False  # True: the user gave a prompt, which may differ from that of training
+    writes: Unit | None = None  # unit of the boxes of a model that this project did not train; else None
     warnings: tuple[str, ...] = ()  # why a run's configuration is not used, and why the weights may be poor
 
     @property
@@ -298,7 +298,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def can_be_asked(folder: Path) -> bool:
-    """Return True if a checkpoint, or its run, says how the model is asked."""
+    """Return True if the folder of a checkpoint, or of its run, has the settings for prompting the model."""
     return (folder / INFERENCE_NAME).is_file() or _config_beside(folder) is not None
 
 

@@ -24,7 +24,7 @@ from learner.run.files import write_atomically, writing
 LONGEST = 1600
 SMALL = 640  # pixels; a photograph whose longer side is at most half of this is enlarged to it
 _QUALITY = 88
-_GOLDEN = 0.618034  # hues a golden ratio apart are far from all earlier hues
+_GOLDEN = 0.618034  # step between hues: with the golden ratio each new hue is far from all earlier hues
 _SHOWN_BOXES = 40  # max boxes in a picture's list on the page
 
 TEMPLATES = jinja2.Environment(
@@ -38,7 +38,7 @@ TEMPLATES = jinja2.Environment(
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnPicture:
-    """One picture on the page. `file` is relative to the page, and empty if the picture is gone."""
+    """One picture on the page. `file` is relative to the page, and empty if the picture file was deleted."""
 
     prediction: Prediction
     file: str
@@ -50,7 +50,7 @@ class DrawnPicture:
 
 
 def color_of(name: str, classes: Sequence[str]) -> tuple[int, int, int]:
-    """Return the color of a class: bright, and far from the others' colors."""
+    """Return the color of a class: bright, and different from the other classes' colors."""
     place = classes.index(name) if name in classes else len(classes)
     # With many classes hues come close to each other, so lightness changes after every five classes.
     lightness = 0.6 if place // 5 % 2 == 0 else 0.4

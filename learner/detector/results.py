@@ -6,8 +6,8 @@
     pictures/           each photograph with its boxes
     index.html          all pictures on a page
 
-Invariant: a line is written whole, after its picture. The next command with the same request answers the images that
-are left. A command with another request is refused.
+Invariant: a line is written whole, after its picture. The next command with the same request answers the remaining
+images. A command with another request is refused.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Store:
                 lines.unlink(missing_ok=True)
             elif not written.is_file():
                 _require_free(out)
-            # A command that failed before its first answer left no line: its files may be replaced.
+            # A command that failed before its first answer wrote no line, so its files may be replaced.
             elif lines.is_file() and lines.stat().st_size and (found := _read_request(written)) != json.loads(wanted):
                 raise _another_request(out, found, request)
             write_atomically(written, wanted)
@@ -88,8 +88,8 @@ class _Line(BaseModel):
 
 
 def _read(file: Path) -> Iterable[tuple[int, Prediction]]:
-    """Yield the places and predictions of the images that were answered. A damaged line is left out, so that its image
-    is done again."""
+    """Yield (index of the image, prediction) for each answered image. A damaged line is left out, so that its image is
+    done again."""
     if not file.is_file():
         return
     for _, text in lines_in(file):

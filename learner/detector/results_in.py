@@ -2,8 +2,8 @@
 
 A result names its image by the annotation file's id, or by the file's name with or without its ending (as Ultralytics
 writes it). A `file_name`, which results of `predict` have, is tried first. A result names its class by the annotation
-file's category id, or by `category` or `category_name`. If the annotations have no ids, the number is the class's place
-in the names, from 0 or from 1. YOLO's names have the order of data.yaml; other names are sorted.
+file's category id, or by `category` or `category_name`. If the annotations have no ids, the number is the class's
+position in the names, from 0 or from 1. YOLO's names have the order of data.yaml; other names are sorted.
 
 The annotated objects help to find mistakes. If the boxes lie on the objects only in another unit, the results are
 refused. If most boxes on an object have another name than the object, a warning says which numbering or names would
@@ -42,7 +42,7 @@ _ON = 0.5  # min IoU of a box that lies on an object
 
 # Results are refused if another unit or format makes the overlap with objects at least this many times as large.
 _CLEAR = 1.3
-_MOST_OUTSIDE = 0.25  # share of the boxes; if more lie outside their images, there is a warning
+_MOST_OUTSIDE = 0.25  # if more than this fraction of the boxes is outside the images, there is a warning
 _LEAST = 3  # min number of boxes on objects; with fewer, names are not doubted
 _MAX_NAMED = 5
 
@@ -289,7 +289,7 @@ class _Naming:
         way, *others = self.numbered
         has_numbers = any(row.result.name is None for row in self.rows)
         if has_numbers:
-            # Without ids the numbering is only a guess: the objects may fit another one better.
+            # Without ids the numbering is only a guess: another numbering may fit the objects better.
             if not way.startswith("the annotations'"):
                 way = max(self.numbered, key=lambda one: (self._on(self._named(one)), one == way))
             notes.append(f"its category_id are {way}")
@@ -311,8 +311,8 @@ class _Naming:
         return [name or "" for name in named], notes, warnings
 
     def _named(self, way: str) -> list[str | None]:
-        """Return each result's name if class numbers mean what the numbering `way` says. None: the name is unknown. "":
-        the result is left out."""
+        """Return each result's name, with class numbers read by the numbering `way`. None: the name is unknown. "": the
+        result is left out."""
         numbers, mapped = self.numbered[way], self.read_as.names
         found: list[str | None] = []
         for row in self.rows:

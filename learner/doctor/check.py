@@ -57,8 +57,8 @@ class DrawRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preflight:
-    """What is known of a run before it starts. `report`: the run's plan and what was found, for `--json`. `mistakes`:
-    what keeps the run from starting."""
+    """The result of checking a run before it starts. `report`: the run's plan and the findings, for `--json`.
+    `mistakes`: why the run cannot start."""
 
     config: RunConfig
     plan: Plan
@@ -94,7 +94,7 @@ def run_check(
         return error.exit_code
     report = masked_in(found.report)
     if people:
-        # imported here, because a check of keys need not load code for images
+        # imported here, because a check of keys does not need code for images
         from learner.doctor.data_report import in_words
 
         print("\n".join([*in_words(report), READY]))

@@ -37,7 +37,7 @@ from shared.config.model import ConfigErrors
 from shared.reading import json_of
 
 _MAX_NAMED = 12
-_LITTLE = 0.5  # share of a photograph's pixels; if the model sees less, there is a warning
+_LITTLE = 0.5  # there is a warning if the model sees less than this fraction of a photograph's pixels
 
 # The first steps take longer, because they compile.
 _WARM_UP_STEPS = 3  # number of first steps that the median leaves out
@@ -151,7 +151,7 @@ def _earlier_steps(run_dir: Path) -> list[float]:
     try:
         with (run_dir / "metrics.jsonl").open("rb") as lines:
             for line in lines:
-                with suppress(ValueError, AttributeError):  # the last line of a run that was killed
+                with suppress(ValueError, AttributeError):  # a killed run may end with half a line
                     if b'"event": "step"' in line:
                         seconds.append(json_of(line).get("step_s"))
     except OSError:  # there is no run, or another check reports that the folder cannot be read

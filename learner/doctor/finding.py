@@ -43,14 +43,14 @@ class SeenServer:
     group_port: int
     status: ServerStatus | None = None
     error: ProjectError | None = None
-    not_ready: ProjectError | None = None  # why a rollout would be refused now; None: it would not
+    not_ready: ProjectError | None = None  # why the server would refuse a rollout now; None: it accepts rollouts
     reply: ScoreReply | None = None  # the server's log-probabilities of the answer that it was probed with
     reply_error: ProjectError | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """Everything that checks look at."""
+    """The input of all checks."""
 
     config: RunConfig
     plan: Plan

@@ -39,10 +39,10 @@ from shared.reading import is_file
 PROMPT = '<image>List every object as JSON: [{\\"bbox_2d\\": [x1, y1, x2, y2], \\"label\\": \\"...\\"}, ...]'
 LARGEST_PART = 4  # if there are few photographs, one in four is held out
 _PERCENTS = (*range(10, 100), *range(9, 0, -1))  # percents to hold out; the first that is enough is taken
-_MAX_PIXELS = 2 << 20  # 2,048 visual tokens
+_MAX_PIXELS = 2 << 20  # in pixels: 2,048 visual tokens
 _LEAST_PIXELS = 1 << 18
 _TOKENS_PER_BOX = 40
-_LARGE_GIB = 30  # min memory of a GPU for a 4B model with LoRA beside vLLM (bench.cards)
+_LARGE_GIB = 30  # min memory of a GPU for a 4B model with LoRA and vLLM on the same GPU (bench.cards)
 _MIDDLE_GIB = 20  # min memory for such a model if it and its optimizer are in host memory while vLLM generates
 _EVALUATIONS = 10  # number of evaluations in a run; a short run has fewer
 
@@ -59,7 +59,7 @@ class Machine:
     """The GPUs of this machine. `named`: the model that the user wants; None: a model that fits."""
 
     num_gpus: int
-    memory_gib: float  # each GPU's memory
+    memory_gib: float  # memory of each GPU
     named: str | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""`rollout-learner split --config run.yaml --out DIR`: lists the photographs that a run learns and is judged by.
+"""`rollout-learner split --config run.yaml --out DIR`: lists the photographs that a run trains on and is evaluated on.
 
 In: a configuration, whose splits may be percents of one folder. Out: a list `train.txt`, and `val.txt` and `test.txt`
 if there are such splits. Each has one path per line. For YOLO labels, a `data.yaml` that names these lists is written

@@ -95,7 +95,7 @@ def disk_space(situation: Situation) -> Finding:
     free = shutil.disk_usage(folder).free
     if not num_bytes:
         return skipped(f"{_size(free)} free at {folder}; no *.safetensors in model.path {model} to estimate from")
-    # one more, because a new checkpoint is written before the oldest is deleted
+    # one checkpoint more than the limit, because a new one is written before the oldest is deleted
     kept = (training.save_total_limit or 1) + 1
     need = num_bytes * CHECKPOINT_FACTOR * kept
     text = f"{_size(free)} free at {folder}, {kept} checkpoints need about {_size(need)}"

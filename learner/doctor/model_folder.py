@@ -81,7 +81,7 @@ def _positions(folder: Path) -> int | None:
 
 
 def adapter_on_tied(config: RunConfig) -> list[Mistake]:
-    """Return a mistake if LoRA is asked for on the embedding or the head of a model whose two are one tensor."""
+    """Return a mistake if LoRA is asked for on the embedding or the head of a model in which both are one tensor."""
     named = config.model.lora.target_modules if config.model.lora is not None else []
     if isinstance(named, str):
         layers = [name for name in _TIED for path in _PATHS if re.fullmatch(named, f"{path}{name}")]

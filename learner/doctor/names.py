@@ -54,7 +54,7 @@ def _without_weights(path: str) -> PreTrainedModel:
 def _attach(model: PreTrainedModel, config: ModelConfig) -> None:
     if config.lora is not None:
         lora.attach_adapter(model, config)
-    # The model is itself an adapter. A new adapter with the same settings stands for it, so its weights are not read.
+    # The model is itself an adapter. A new adapter with the same settings is checked instead, so no weights are read.
     elif lora.base_model_path(config) is not None:
         adapter = peft.PeftConfig.from_pretrained(config.path)
         adapter.inference_mode = False

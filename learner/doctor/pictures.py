@@ -1,5 +1,5 @@
-"""`check --draw N`: draws training photographs with their labels, and beside each the picture that `data.augment` makes
-of it.
+"""`check --draw N`: draws training photographs with their labels, each next to the picture that `data.augment` makes of
+it.
 
 In: a configuration and training samples. Out: one JPEG per sample, for people, with the augmentation of the
 first epoch.

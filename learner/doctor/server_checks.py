@@ -226,7 +226,7 @@ def communicator(situation: Situation) -> Finding:
 
 
 def reason_not_to_join(status: ServerStatus) -> str:
-    """Return how a trial of the group would disturb the learner that uses this server; "" if it would not."""
+    """Return why joining the server's group now would disturb the learner that uses this server; "" if it would not."""
     if status.gate != "serving":
         return f"is {status.gate}"
     if status.in_flight or status.waiting:

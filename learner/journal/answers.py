@@ -50,7 +50,7 @@ class AnswersLog:
         kept: Callable[[Assignment], Sequence[int]] = lambda _: (),
     ) -> None:
         """`kept` returns the indices of an answer's unmatched predictions that are kept (`loss.keep_unmatched`): the
-        loss takes them for objects whose label is missing."""
+        loss treats them as objects whose label is missing."""
         self._kept = kept
         self._path, self._pieces = run_dir / NAME, pieces_of(tokenizer)
         self._last: deque[tuple[Assignment, Target]] = deque(maxlen=size)

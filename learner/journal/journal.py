@@ -43,7 +43,7 @@ class Journal:
     progress: ProgressWatch = field(default_factory=ProgressWatch)
     spikes: SpikeWatch = field(default_factory=SpikeWatch)
     samples: Sequence[Sample] = ()  # training samples, whose labels are written if a step's loss leaps
-    first: dict[str, float] = field(default_factory=dict)  # metrics of the first evaluation since the process began
+    first: dict[str, float] = field(default_factory=dict)  # metrics of the first evaluation of this process
 
     def note(self, text: str) -> None:
         """Print one line on the terminal."""

@@ -68,7 +68,7 @@ class MetricsLog:
         write_report: Callable[[Path], Path] | None = None,
     ) -> None:
         self.enabled = enabled
-        self.tell: Callable[[str], None] = lambda _: None  # is called with the text of a tracker's or the file's error
+        self.tell: Callable[[str], None] = lambda _: None  # gets the text of each error of a tracker or of the file
         self._lock = threading.Lock()  # `write` is called by several threads
         if not enabled:
             return
@@ -171,7 +171,7 @@ class PhaseClock:
         return seconds
 
 
-SAME_S = 1e-3  # two spans of one lane and name become one if fewer seconds than this lie between them
+SAME_S = 1e-3  # spans of the same lane and name are joined if the gap between them is shorter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,2 +1,2 @@
-"""Finds objects that nobody labelled. A model's answers suggest them, a person reviews them, new annotations get
-them."""
+"""Finds objects that nobody labelled. A model's answers suggest objects, a person reviews them, and the accepted ones
+are added to new annotations."""

@@ -1,8 +1,8 @@
 """`rollout-learner init FOLDER --label-with MODEL --classes a,b`: makes first labels (R50).
 
 In: a folder of photographs without labels, and a vision-language model. Out: `labels/photographs.json`, COCO without
-annotations, and `labels/suggestions/`, the model's boxes for `find-missing review`. What a person accepts becomes the
-first labels.
+annotations, and `labels/suggestions/`, the model's boxes for `find-missing review`. The boxes that a person accepts
+become the first labels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PHOTOGRAPHS, FOLDER = "photographs.json", "labels"
 
 def label(folder: Path, out: Path, model: Path, classes: Sequence[str], asked: AnswerSettings) -> int:
     """Write the photographs and their suggested labels below `out`, and return the exit code. Raises ConfigError,
-    DataError, OutputError, and what the model raises."""
+    DataError, OutputError, and the model's errors."""
     if not classes:
         remedy = "name them: --classes raccoon,dog"
         raise ConfigError("--label-with needs classes", found="no --classes", wanted="names to look for", remedy=remedy)
@@ -65,7 +65,7 @@ def label(folder: Path, out: Path, model: Path, classes: Sequence[str], asked: A
 def _predicted(
     model: ModelFiles, photographs: Sequence[Path], folder: Path, classes: Sequence[str], asked: AnswerSettings
 ) -> list[tuple[Prediction, list[Suggestion]]]:
-    """Return the model's boxes in each photograph that can be read: as a prediction, and as suggestions."""
+    """Return, for each readable photograph, the model's prediction and the same boxes as suggestions."""
     line = {
         place: InputImage(id=place + 1, source=str(file.absolute()), name=str(file.relative_to(folder)))
         for place, file in enumerate(photographs)
@@ -93,7 +93,7 @@ def _suggestions(one: Prediction) -> list[Suggestion]:
             box=box.box,
             votes=1,
             answers=1,
-            # There is one answer only, with which nothing can agree, so the score takes the place of the agreement.
+            # With a single answer there is no agreement between answers, so the score is used instead.
             agreement=round(box.score, 4),
             names=(box.name,),
             labels=(),

@@ -3,7 +3,7 @@
 
 In: a folder with `suggestions.json`. Out: `decisions.json` in this folder, saved after each decision, and a new
 annotation file, which `write` makes. A decision is `accept` with a name, or `reject`. Each decision's key is the
-suggestion's index in the list. An audit shows some suggestions, drawn by chance. The audit's verdicts are in
+suggestion's index in the list. An audit shows a random sample of the suggestions. The audit's verdicts are in
 `audit.json`, which runs read (`labels.complete.audit`). The browser keeps a copy of the decisions, so that nothing is
 lost while this server does not answer. `learner.report.web` decides who reaches the page.
 """
@@ -78,7 +78,7 @@ def read_decisions(folder: Path) -> Decisions:
 def make_app(folder: Path, audit: int | None = None) -> FastAPI:
     """Return the app: `/` is the page, `/state` has suggestions and decisions, `/image/N` is the photograph of
     suggestion N, `PUT /decisions` saves all decisions. If `audit` is a number, only the suggestions of the folder's
-    audit are shown. Without an audit, `audit` suggestions are drawn. Raises DataError."""
+    audit are shown. Without an audit, `audit` suggestions are sampled at random. Raises DataError."""
     _, suggestions = read_folder(folder)
     if audit is None:
         # The decisions are read here, so that a damaged file is an error before the page is served.
@@ -149,8 +149,8 @@ _VERDICTS: dict[str, Verdict] = {
 
 
 def audited(folder: Path, number: int) -> list[AuditedFind]:
-    """Return the suggestions in the folder's audit. Without an audit, draw `number` suggestions and save them as one.
-    Raises DataError."""
+    """Return the suggestions in the folder's audit. Without an audit, sample `number` suggestions at random and save
+    them as an audit. Raises DataError."""
     path, suggestions = folder / AUDIT, read_folder(folder)[1]
     if path.is_file():
         found = read_audit(path)

@@ -98,12 +98,12 @@ def suggest(
     tiles: Sequence[int] = (),
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Suggestion]:
-    """Write the suggestions into `out`, and return them. The model is asked with its own prompt, as `predict` asks it.
-    `tiles`: longer sides of tiles, in pixels. For each, the model also answers the photograph's tiles, which makes as
-    many answers more.
+    """Write the suggestions into `out`, and return them. The model gets its own prompt, as in `predict`. `tiles`:
+    longer sides of tiles, in pixels. For each side, the model also answers the photograph's tiles, which adds as many
+    answers again.
 
-    Raises OutputError if `out` has suggestions, DataError for annotations to which nothing can be added, and what the
-    model and the annotations raise."""
+    Raises OutputError if `out` has suggestions, DataError for annotations to which nothing can be added, and the errors
+    of the model and of the annotations."""
     from learner.detector.answers import Answers
     from learner.detector.calibration import asked_as
 
@@ -127,7 +127,7 @@ def suggest(
         answered = zip(samples, parts, answers.each(line), strict=True)
         for number, (sample, (_, *sides), said) in enumerate(answered, start=1):
             parsed, *others = ([task.parse(rollout) for rollout in rollouts] for rollouts in said)
-            # Answer 0 is greedy and has no vote: it is no random draw.
+            # Answer 0 is greedy, not sampled, so it has no vote.
             drawn = [[one.object for one in answer.objects] for answer in parsed[1:]]
             left = iter(others)
             for side in sides:  # If a photograph is no larger than a tile, its own answers count again.
@@ -139,7 +139,7 @@ def suggest(
                 tell(f"{number} of {len(samples)} images")
     known, judged = estimate_gaps(samples, agreed, crops, asked.samples * (1 + len(tiles)))
     tell(known.in_words(known.free_right()).removeprefix("; ") or known.why)
-    # Probabilities that were estimated from votes say no more than `agreement`.
+    # Probabilities that were estimated from votes have no information beyond `agreement`.
     own = judged if known.source != "votes" else agreed
     found = [one for parts in zip(samples, own, scores, strict=True) for one in of_sample(*parts)]
     found.sort(key=lambda one: (-one.rank, -one.agreement, one.sample_id, one.box))
@@ -163,9 +163,9 @@ def _require_new(out: Path) -> None:
 
 
 def by_tiles(sample: Sample, parts: Sequence[tuple[Sample, Sequence[ParsedRollout]]]) -> list[list[DetectionObject]]:
-    """Return the drawn answers to a photograph, each of them made of one answer to each of its tiles. `parts` has each
-    tile and the answers to it, the greedy one first. Boxes that a tile's edge cuts are left out: another tile, or the
-    whole photograph, shows the object whole."""
+    """Return the sampled answers to a photograph, each of them made of one answer to each of its tiles. `parts` has
+    each tile and the answers to it, the greedy one first. Boxes that a tile's edge cuts are left out: another tile, or
+    the whole photograph, shows the object whole."""
     found = []
     for answers in zip(*(parsed[1:] for _, parsed in parts), strict=True):
         boxes = []

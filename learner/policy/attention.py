@@ -8,7 +8,7 @@ the language model a `SegmentLayout`. Vision towers of the Qwen-VL kind compute 
 
 Answers to one prompt may share it (R47). Then the row has the prompt once, as a piece of its own. Each answer is
 another piece, which attends to the prompt's tokens and to its own, as `SegmentLayout.key_index` says. The keys and
-values of a prompt are repeated for each answer just before the kernel. All else is computed once per prompt.
+values of a prompt are repeated for each answer just before the kernel. All other values are computed once per prompt.
 
 On CUDA in 16 bits, attention is one varlen kernel per layer. Elsewhere neighbouring segments of similar length share a
 call of torch's scaled dot product attention (SDPA). For the compiler (`compiled.py`) the varlen kernel is one opaque
@@ -37,7 +37,7 @@ SEGMENT_ATTENTION = "segment_flash"
 
 MAX_PADDING = 1.25  # max area (pieces x longest length) of a padded SDPA call, as a multiple of the sum of lengths
 
-# A CPU in bf16 computes plain matrix products (AMX) for up to so many keys, because SDPA is slower there.
+# A CPU in bf16 uses plain matrix products (AMX) for at most this many keys, because SDPA is slower there.
 MATMUL_LENGTH = 512
 # Option for fewer heads of keys and values than of queries. torch 2.12 and later need it; earlier versions lack it.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

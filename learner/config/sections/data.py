@@ -189,12 +189,12 @@ class DataConfig(Section):
 
     @property
     def reader(self) -> str | None:
-        """The import path of the user's reader, if `format` is one; None: it is the name of a format."""
+        """The import path of the user's reader, if `format` is one; None if `format` names a known format."""
         return self.format if ":" in self.format else None
 
     @property
     def pixel_share(self) -> float:
-        """The share of the samples that `pixel_check` asks to compare: 1.0 for `all`, 0.0 for `off`."""
+        """The fraction of the samples that `pixel_check` asks to compare: 1.0 for `all`, 0.0 for `off`."""
         return {"all": 1.0, "off": 0.0}[self.pixel_check] if isinstance(self.pixel_check, str) else self.pixel_check
 
     @property

@@ -107,7 +107,8 @@ def grpo_samples(config: RunConfig) -> Iterator[Mistake]:
         name = "top_k" if decoding.top_k > 0 else "decode_mode"
         text = "sampling from all tokens, so that rollouts are drawn by the probabilities that are learned"
         found = str(getattr(decoding, name) if name == "top_k" else decoding.mode)
-        # A temperature other than 1.0 was reported above. The decode mode follows from it, and is not reported too.
+        # A temperature other than 1.0 was reported above. A wrong decode mode is its consequence, so only the
+        # temperature is reported.
         if name == "top_k" or decoding.temperature == 1.0:
             yield Mistake(path=f"{path}.{name}", found=found, wanted=text, remedy="remove the key")
 

@@ -57,7 +57,7 @@ def weights_are_of_rewards(config: RunConfig) -> Iterator[Mistake]:
     of_task = DETECTION_REWARDS if config.task.type == "detection" else ()
     known = [*(path.rpartition(":")[2] for path in config.reward.functions), *of_task]
     if not known and config.custom.trainer_variant == "grpo":
-        return  # the rule `rewards_exist` reports it
+        return  # the rule `rewards_exist` reports a missing reward
     for name in config.reward.weights:
         if name not in known:
             near = get_close_matches(name, known, n=1)

@@ -117,8 +117,8 @@ def entry_mistakes(base_url: str, group_port: int | None) -> list[Mistake]:
 
 
 def server_mistakes(server: ServerClientConfig) -> Iterator[Mistake]:
-    """Yield the mistakes in the section of a run that uses servers: no form or both forms, URLs without ports or the
-    reverse, lists of different lengths, wrong URLs, ports that clash (R05, R16)."""
+    """Yield the mistakes in the section of a run that uses servers: no form or both forms, URLs without ports, ports
+    without URLs, lists of different lengths, wrong URLs, ports that clash (R05, R16)."""
     form = list(_form_mistakes(server))
     yield from form
     if form:
@@ -244,7 +244,7 @@ def _port_mistakes(urls: list[str], ports: list[int], url_at: list[str], port_at
 def servers_are_named(config: RunConfig) -> Iterator[Mistake]:
     """`vllm.mode: server` needs servers, named in one of the two forms, with valid URLs and ports that do not clash
     (R05 R16)."""
-    # A section that the run does not use may stay, whatever it has.
+    # A section that the run does not use is not checked.
     if uses_servers(config):
         yield from server_mistakes(config.rollout_matching.vllm.server)
 

@@ -99,7 +99,7 @@ def boxes_in(answer: str) -> tuple[list[Box], Unit]:
     found = list(_marked(answer))
     if found:
         return found, "thousandths"
-    # The list may stand in a fence or between words.
+    # The list may be in a code fence or between words.
     start, end = min((at for mark in "[{" if (at := answer.find(mark)) >= 0), default=-1), max(map(answer.rfind, "]}"))
     try:
         listed = json.loads(answer[start : end + 1]) if 0 <= start < end else None

@@ -275,7 +275,7 @@ def _of_annotation(
         width, height = width - x, height - y
     kind: GeometryKind = "bbox_2d"
     coords: Sequence[float] = (x, y, x + width, y + height)
-    # Half a turn leaves a rectangle where it is.
+    # A rotation by 180 degrees does not change a rectangle.
     if annotation.rotation % 180:
         outline = turned((x, y, x + width, y + height), annotation.rotation, size)
         kind, coords = ("poly", outline) if source.geometry == "poly" else ("bbox_2d", enclosing(outline))

@@ -216,7 +216,7 @@ _FLAGS = ("iscrowd", "is_crowd", "difficult", "ignore")
 
 def _class_names(feature: object) -> list[str] | None:
     """Return the names in the first `ClassLabel` column; None if there is no such column."""
-    for _ in range(2):  # a list of mappings, or a mapping of lists
+    for _ in range(2):  # the objects are a list of mappings, or a mapping of lists
         inner = getattr(feature, "feature", None)
         feature = feature[0] if isinstance(feature, list) else inner if inner is not None else feature
     columns = feature if isinstance(feature, Mapping) else {}

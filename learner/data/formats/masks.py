@@ -73,8 +73,8 @@ def mask_of(rle: Mapping[str, object], width: int, height: int, max_pixels: int)
         raise ValueError(f"run lengths in more than {MOST_RUNS} runs")
     if sum(runs) != width * height:
         raise ValueError(f"run lengths of {sum(runs)} pixels in all, of an image of {width * height}")
-    # Runs are numbered in int8, which is small. The type int8 wraps around after 127, but even numbers stay even, and
-    # odd numbers stay odd.
+    # Runs are numbered in int8 to save memory. int8 wraps around after 127, but even numbers stay even, and odd numbers
+    # stay odd.
     return np.repeat(np.arange(len(runs), dtype=np.int8) % 2, runs).reshape(width, height).T
 
 

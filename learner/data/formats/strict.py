@@ -114,7 +114,7 @@ def identity(value: object) -> str:
     raise ValueError("an id: a text or a whole number")
 
 
-# Returns a number as text. Annotations repeat the ids of images and classes, so equal texts are one object.
+# Returns a number as text. Annotations repeat the ids of images and classes, so the cache saves memory.
 _digits = lru_cache(maxsize=1 << 16)(str)
 
 

@@ -168,7 +168,7 @@ _PARENTS = {  # allowed parents of the tags that are read
     **dict.fromkeys(_CORNERS, ("bndbox",)),
     **dict.fromkeys(_FLAGS, ("object",)),
 }
-_MARKS = ("filename", "size", "object")  # a VOC file has at least one of these tags
+_MARKS = ("filename", "size", "object")  # an XML file with none of these tags is not a VOC file
 
 
 def _root_of(file: Path) -> ElementTree.Element:
@@ -259,7 +259,7 @@ def _of_voc_object(node: ElementTree.Element, place: Place, size: Size | None, s
     desc = written = ""
     try:
         desc = _text(node, "name")
-        _text(node, "bndbox")  # raises if there are several
+        _text(node, "bndbox")  # raises if the object has several boxes
         bounds = node.find("bndbox")
         texts = [_text(bounds, corner) for corner in _CORNERS]
         written = ", ".join(f"{corner} {text}" for corner, text in zip(_CORNERS, texts, strict=True))

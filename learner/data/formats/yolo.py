@@ -378,7 +378,7 @@ def _record(labels: _Labels, content: YoloFile, source: Source) -> RawRecord:
         place=Place(labels.file, "labels"),
         sample_id=sample_id_of(labels.image, content),
         messages=source.messages,
-        # The path is made absolute, because a relative one would be looked up below the images' folder again.
+        # The path is made absolute, because a relative path would be searched in the images' folder again.
         images=(str(labels.image.absolute()),),
         objects=objects,
         width=None,
