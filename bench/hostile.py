@@ -52,11 +52,11 @@ from rollout_server.app import create_app
 from rollout_server.config import ServerConfig
 from rollout_server.engine import WorkerReply
 from rollout_server.openai_api import OpenAICall
-from rollout_server.processes import descendants
 from rollout_server.service import RolloutService
 from shared.addresses import free_port
 from shared.errors import CommunicatorError, DeadlineError, ProjectError
 from shared.generation import Generation, Scores
+from shared.processes import descendants
 from shared.sync.buckets import is_sealed, pack, seal, seal_key, spec_of
 from shared.sync.group import start_join
 from shared.sync.meeting import CARD_BYTES, HELLO_BYTES, Seat, meet, num_strangers

@@ -23,7 +23,7 @@ from typing import Annotated, NoReturn, TextIO
 import typer
 
 from rollout_server.config import ServerConfig, load_server_config
-from rollout_server.processes import SERVER_PID_VARIABLE, descendants
+from rollout_server.processes import SERVER_PID_VARIABLE
 from shared.config.checks import READY
 from shared.config.json_schema import schema_option
 from shared.config.model import shown
@@ -31,7 +31,7 @@ from shared.errors import ConfigError, ProjectError
 from shared.masking import masked, masked_in
 from shared.packages import check_compiler, missing_package
 from shared.private import cache_folder, locked_folder, note_processes, remove_semaphores, unlinked
-from shared.processes import FEW_SHAPES, held_back, leave_lost_output, stop_signals
+from shared.processes import FEW_SHAPES, descendants, held_back, leave_lost_output, stop_signals
 from shared.tokens import read_token
 from shared.version import Version
 from shared.wire import SERVER_ID_VARIABLE

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from rollout_server.config import ServerConfig
 from rollout_server.openai_api import OpenAICall, OpenAILayer, given_back, image_parts, texts
-from rollout_server.processes import cpu_seconds, descendants
+from rollout_server.processes import cpu_seconds
 from rollout_server.prompts import Renderer, too_long
 from rollout_server.stalls import StallWatch
 from shared.aio import gather
@@ -51,6 +51,7 @@ from shared.generation import (
     stop_token_ids,
     was_given_back,
 )
+from shared.processes import descendants
 from shared.seeds import offset_seed
 from shared.sync.adapter_loading import adapter_request
 from shared.waits import time_limit

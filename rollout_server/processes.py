@@ -19,6 +19,8 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+from shared.processes import descendants
+
 SPIN_S = 0.005  # seconds of busy-waiting before a worker sleeps; two decoding steps are less than this apart
 
 
@@ -46,16 +48,6 @@ def end_with_server() -> None:
     # vLLM's processes notice a dead parent late or never.
     if server_pid is not None:
         threading.Thread(target=_watch, args=(int(server_pid),), name="watching the server", daemon=True).start()
-
-
-def descendants(pid: int) -> set[int]:
-    """Return the children of a process, their children, and so on."""
-    found: set[int] = set()
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread has ended
-            for child in map(int, children.read_text().split()):
-                found |= {child, *descendants(child)}
-    return found
 
 
 def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:

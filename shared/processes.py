@@ -11,7 +11,8 @@ processes that start inside its block. `leave_lost_output` is for signal handler
 `FEW_SHAPES` are environment variables for computing on CPU, set before torch is loaded.
 
 `without_working_directory` returns environment variables with which a child process imports our modules, and not
-modules of the same name in the working directory. `describe`, `exit_code` and `last_words` say how a process ended.
+modules of the same name in the working directory. `children` and `descendants` list what a process has started.
+`describe`, `exit_code` and `last_words` say how a process ended.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import os
 import select
 import signal
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # oneDNN, and ideep above it, each keep code for 1,024 matrix shapes, ideep with 270 KB per shape. Images bring ever new
@@ -91,6 +92,21 @@ def without_working_directory(environment: Mapping[str, str]) -> dict[str, str]:
         return safe
     others = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(root)]
     return safe | {"PYTHONPATH": os.pathsep.join([str(root), *others])}
+
+
+def children(pid: int) -> set[int]:
+    """Return the processes that a process has started and not yet reaped. Empty if the process is gone."""
+    found: set[int] = set()
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            found.update(map(int, listed.read_text().split()))
+    return found
+
+
+def descendants(pid: int) -> set[int]:
+    """Return the children of a process, their children, and so on."""
+    found = children(pid)
+    return found.union(*map(descendants, found))
 
 
 def exit_code(returncode: int) -> int:

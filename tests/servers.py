@@ -27,8 +27,8 @@ import torch
 import yaml
 
 from bench import forked
-from rollout_server.processes import descendants
 from shared.addresses import free_port
+from shared.processes import descendants
 
 # Small and quick: what a test does not say. One thread, for the machine is shared.
 DEFAULTS: Mapping[str, Any] = {

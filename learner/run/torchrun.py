@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import logging
 import os
+import select
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from shared.private import locked_folder
-from shared.processes import describe, exit_code, without_working_directory
+from shared.processes import children, describe, exit_code, without_working_directory
 
 # Seconds from torchrun's SIGTERM to its SIGKILL of the ranks, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set. The number
 # is above `training.stop_timeout_s`, so that a checkpoint can be written. It is below the timeout of `deploy.launch`,
 # which kills torchrun: the ranks would live on.
 SHUTDOWN_TIMEOUT_S = 28
+_KILL_TIMEOUT_S = 5.0  # seconds that a killed rank may take to end: a process in a driver's call ends late or never
 
 
 def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> int:
@@ -34,6 +39,7 @@ def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> i
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    others = children(os.getpid())
     # torchrun's own report of a failure is hidden. Ranks log in their own processes, so their logs stay.
     logging.disable(logging.ERROR)
     try:
@@ -47,9 +53,31 @@ def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> i
         print(f"torchrun: rank {rank} {describe(failure.exitcode)}", file=sys.stderr)
         return exit_code(failure.exitcode)
     except SignalException as error:
+        _end_ranks(error.sigval, others)
         print(f"torchrun: stopped by {error.sigval.name}", file=sys.stderr)
         return exit_code(-error.sigval)
     return 0
+
+
+def _end_ranks(signum: signal.Signals, others: Collection[int]) -> None:
+    """Send `signum` to the ranks that torchrun has left running, and SIGKILL to those that it does not end in time.
+    `others`: children of this process that are no ranks."""
+    # torchrun ends the ranks that it knows. It knows none before all have been started, so a signal between two starts
+    # leaves the first rank running. A third signal also ends its waits for ranks that save a checkpoint.
+    for handled in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(handled, signal.SIG_IGN)
+    # A descriptor always means the same process, while a process id may be reused. It is readable when the rank ends.
+    ranks = {os.pidfd_open(pid): pid for pid in children(os.getpid()) - set(others)}
+    timeout_s = float(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    for signum_sent, limit_s in ((signum, timeout_s), (signal.SIGKILL, _KILL_TIMEOUT_S)):
+        for pid in ranks.values():
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signum_sent)
+        end_s = time.monotonic() + limit_s
+        while ranks and (left_s := end_s - time.monotonic()) > 0:
+            for ended in select.select(list(ranks), [], [], left_s)[0]:
+                os.close(ended)
+                del ranks[ended]
 
 
 if __name__ == "__main__":

@@ -34,9 +34,9 @@ from learner.rollout.colocated_engine import ColocatedEngine
 from learner.rollout.hf import HfBackend
 from learner.rollout.server_backend import ServerBackend
 from learner.sync.canary import CanaryItem
-from rollout_server.processes import descendants
 from shared.addresses import free_port
 from shared.errors import ConfigError, ProjectError, PromptTooLongError
+from shared.processes import descendants
 from tests.servers import RunningServer, running_server
 from tests.syncs import server_sync
 

@@ -17,7 +17,7 @@ import yaml
 from PIL import Image
 
 from bench.demo_model import build
-from rollout_server.processes import descendants
+from shared.processes import descendants
 from tests import runs
 from tests.unit.learner.trainer_world import write_data
 

@@ -18,7 +18,7 @@ import pytest
 
 from bench.demo_model import build
 from learner.config.load import write_resolved
-from rollout_server.processes import descendants
+from shared.processes import descendants
 from tests.runs import events, steps
 from tests.servers import stop, wait_gone
 from tests.unit.learner.rollout.test_hf_run import hf_config

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.processes import without_working_directory
-from tests.servers import descendants, wait_gone
+from shared.processes import descendants, without_working_directory
+from tests.servers import is_alive, wait_gone
 from tests.waits import wait_until
 
 pytestmark = pytest.mark.slow
@@ -61,6 +61,29 @@ def test_a_signal_reaches_the_ranks_and_ends_all(tmp_path: Path, signum: signal.
     assert process.returncode == 128 + signum
     assert err.endswith(f"torchrun: stopped by {signum.name}\n")
     assert wait_gone(ranks, 30) == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_between_the_starts_of_two_ranks_ends_the_first(tmp_path: Path, signum: signal.Signals) -> None:
+    """torchrun keeps no rank's process before all ranks have been started."""
+    program = (
+        "import os, sys\n"
+        "from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler as torchs\n"
+        "start = torchs.Popen\n"
+        "def started(*args, **named):\n"
+        "    rank = start(*args, **named)\n"
+        "    print(rank.pid, flush=True)\n"
+        f"    os.kill(os.getpid(), {int(signum)})\n"
+        "    return rank\n"
+        "torchs.Popen = started\n"
+        "from learner.run.torchrun import run_ranks\n"
+        "sys.exit(run_ranks(2, sys.argv[1:]))\n"
+    )
+    rank = script(tmp_path, "time.sleep(100)")
+    done = subprocess.run([sys.executable, "-c", program, rank], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 128 + signum
+    (pid,) = map(int, done.stdout.split())
+    assert not is_alive(pid)
 
 
 def test_a_rank_that_a_signal_ended_is_told_by_its_name(tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ from PIL import Image
 from rollout_server import decoding
 from rollout_server.config import ServerConfig
 from rollout_server.decoding import Decoders
-from rollout_server.processes import cpu_seconds, descendants
+from rollout_server.processes import cpu_seconds
 from shared.errors import MediaError, RequestError, ServerBusyError
 from shared.images import FORMATS, ImageRules, Images
+from shared.processes import descendants
 from tests.waits import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -140,7 +141,7 @@ PAUSED = """
 import os, signal, sys
 from rollout_server import decoding
 from rollout_server.config import ServerConfig
-from rollout_server.processes import descendants
+from shared.processes import descendants
 from tests.pauses import pause_soon
 
 decoding.DECODE_S = 2.0

@@ -28,9 +28,9 @@ from rollout_server import guards
 from rollout_server.app import create_app
 from rollout_server.config import ServerConfig
 from rollout_server.decoding import Decoders
-from rollout_server.processes import descendants
 from rollout_server.service import RolloutService
 from shared.generation import Generation
+from shared.processes import descendants
 from shared.wire import RequestConfig, RolloutInferRequest
 from tests.unit.rollout_server.fakes import FakeEngine
 from tests.unit.rollout_server.test_decoding import encoded, with_scans

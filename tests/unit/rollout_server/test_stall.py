@@ -10,9 +10,10 @@ import time
 
 import pytest
 
-from rollout_server.processes import cpu_seconds, descendants
+from rollout_server.processes import cpu_seconds
 from rollout_server.stalls import BUSY_TURNS, StallWatch
 from shared.errors import ServerError
+from shared.processes import descendants
 from tests.pauses import pause_soon
 from tests.waits import until, wait_until
 
