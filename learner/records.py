@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shared.errors import DataError
 
-if TYPE_CHECKING:  # even numpy is imported for types only: `--check` imports this module, and must be quick
+if TYPE_CHECKING:  # `--check` imports this module and must be quick, so even numpy is imported for types only
     import numpy as np
     import torch
     from numpy.typing import NDArray
@@ -55,9 +55,10 @@ class Votes(NamedTuple):
         return self.found / self.answers
 
 
-# An object is a tuple, because an answer has dozens of them, and a dataclass takes three times as long to make.
+# An object is a tuple, because an answer has dozens of objects, and creating a dataclass takes three times as long.
 class DetectionObject(NamedTuple):
-    """One object: its class and its place, in bins. `bbox_2d` is (x1, y1, x2, y2); `poly` is (x1, y1, x2, y2, ...).
+    """One object: its class and its coordinates, in bins. `bbox_2d` is (x1, y1, x2, y2); `poly` is (x1, y1, x2, y2,
+    ...).
 
     `votes`: the votes for a label that the model's own answers added (`labels.complete`); None: the object is annotated
     or predicted. `image`: the number of its image in the sample, from 1; None: the sample has no second image."""
@@ -93,7 +94,7 @@ class Sample:
     """One dataset record. `messages` are chat turns (`{"role", "content"}`) with `<image>` placeholders, without the
     assistant's last turn. `images` are strings as the server gets them. `objects` are the ground truth: for detection
     `DetectionObject`s in canonical order, for another task the objects of its reader. `ignored` are regions with crowds
-    and difficult objects. The regions are not taught, and predictions in them are neither right nor wrong. A region
+    and difficult objects. The regions are not learned, and predictions in them are neither right nor wrong. A region
     with an empty description applies to every class.
 
     With several images, each object and region has the number of its image. `sizes` has the width and height of each
@@ -107,8 +108,8 @@ class Sample:
     messages: tuple[Turn, ...]
     images: tuple[str, ...]
     objects: tuple[Any, ...]
-    width: int  # pixels
-    height: int  # pixels
+    width: int  # width in pixels
+    height: int  # height in pixels
     ignored: tuple[DetectionObject, ...] = ()
     view: View | None = None
     sizes: tuple[Size, ...] = ()
@@ -122,7 +123,7 @@ class Sample:
 class Rollout:
     """The answer of the policy of version `ver`. `response_token_ids` are without the stop token. `logprobs` are
     natural log-probabilities of the response's tokens and of the stop token, under the weights that generated them.
-    `logprobs` None: they were not asked for, or the trained weights themselves generated the answer."""
+    `logprobs` None: they were not requested, or the trained weights themselves generated the answer."""
 
     sample: Sample
     prompt_token_ids: tuple[int, ...]
@@ -131,9 +132,9 @@ class Rollout:
     ver: int
     seed: int | None
     server_id: str = ""
-    stop_token_id: int | None = None  # the token that ended the answer; None: no stop token did
+    stop_token_id: int | None = None  # the stop token that ended the answer; None: the answer ended without one
     logprobs: tuple[float, ...] | None = None
-    # the pixels that the engine gave its vision tower; None: they were not asked for, or there are no images
+    # the pixels that the engine gave its vision tower; None: not requested, or no images
     pixels: ProcessedImages | None = None
 
 
@@ -144,7 +145,7 @@ class CoordSlots(NamedTuple):
     start: NDArray[np.int64]  # first response token that holds a character of the number
     end: NDArray[np.int64]  # one past the last response token that holds a character of the number
     bin: NDArray[np.int64]
-    lead: NDArray[np.int64]  # bytes of token `start` before the number
+    lead: NDArray[np.int64]  # number of bytes of token `start` before the number
 
 
 class PredictedObject(NamedTuple):
@@ -175,7 +176,7 @@ class ParsedRollout:
     truncated: bool  # the answer ended before its container was closed
     usable: bool  # the container was opened as the task defines it
     closed: bool = True  # the container was closed, and nothing but whitespace follows
-    dropped: tuple[tuple[DropReason, int, int], ...] = ()  # (reason, begin, end): a dropped object's range of tokens
+    dropped: tuple[tuple[DropReason, int, int], ...] = ()  # each dropped object: (reason, begin token, end token)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,15 +227,15 @@ class PolicyTokens:
     purpose."""
 
     advantages: NDArray[np.float32]  # [L]
-    rollout_logprobs: NDArray[np.float32]  # [L] nats, by the rollout's weights; NaN: the same as the learner's.
+    rollout_logprobs: NDArray[np.float32]  # [L] nats, under the weights of the rollout; NaN: equal to the learner's.
     # Copies share this array, so that later passes know the probabilities before the first update on the rollout.
-    first_logprobs: NDArray[np.float32]  # [L] nats, by the learner before the first update that learns the rollout
+    first_logprobs: NDArray[np.float32]  # [L] nats, under the learner's weights before its first update on the rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Segment:
     """One sample's encoded prompt and target (Y_train). A segment is never split and never truncated. `labels[i]` is
-    predicted from the logits at i-1; everything before `prompt_length` has label -100 and weight 0."""
+    predicted from the logits at i-1; positions before `prompt_length` have label -100 and weight 0."""
 
     sample_id: str
     input_ids: NDArray[np.int64]  # [L]
@@ -265,8 +266,8 @@ def group_tokens(group: Sequence[Segment]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedRow:
-    """Segments that are learned in one padding-free forward. An empty row is learned with weight 0 (D5). With
-    `share_prompts`, neighbours with the same prompt share one copy of it."""
+    """Segments that are learned in one padding-free forward. An empty row has weight 0 (D5). With `share_prompts`,
+    neighbours with the same prompt share one copy of it."""
 
     segments: tuple[Segment, ...]
     capacity: int  # max tokens (packing_length)
@@ -321,12 +322,12 @@ class SyncReceipt:
     seconds: float  # duration of the sync
     num_bytes: int  # size of the synced tensors
     num_tensors: int  # number of synced tensors
-    canary_gap: float  # mean |learner logprob - served logprob| on test prompts (canary), nats
-    canary_gap_max: float  # the largest such difference of a token
+    canary_gap: float  # mean |learner logprob - served logprob| on the canary (fixed answers), nats
+    canary_gap_max: float  # largest difference of one token, nats
     # How much merging and rounding change log-probabilities (D14): mean |learner logprob as trained - as sent|, in
     # nats.
     merge_gap: float = 0.0
-    pause_s: float = 0.0  # longest time that any server generated nothing and took no call; 0: not measured
+    pause_s: float = 0.0  # longest time that a server generated nothing and accepted no call; 0: not measured
     fallback: str = ""  # why full syncs replace adapter syncs from this sync on; else empty
     repeated: tuple[str, ...] = ()  # the error of each failed try before this one
     # seconds on the host for each part of the sync; empty: not measured
@@ -338,7 +339,7 @@ class SyncReceipt:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a record, for messages. `record` is "line 7" or "image 12"."""
+    """The location of a record in a file, for messages. `record` is "line 7" or "image 12"."""
 
     file: Path
     record: str
@@ -371,7 +372,7 @@ class RawRecord:
     messages: Sequence[Turn]  # the prompt, without the assistant's last turn
     images: tuple[str, ...]  # names as the file has them
     objects: Sequence[RawObject]
-    width: int | None  # pixels, as annotated; None: the image file tells
+    width: int | None  # pixels, as annotated; None: read from the image file
     height: int | None
     unit: Unit = "pixels"  # unit of the coordinates, unless `data.coordinates` names another unit
     sizes: tuple[Size, ...] = ()  # width and height of each image; empty: all have `width` and `height`
@@ -400,9 +401,9 @@ class RolloutCallLog:
     belong to the first request. `splits` are the (micro_step_idx, first_req_idx, number of requests) that were sent
     again.
 
-    A call that is made ahead of the steps belongs to no step. Such a call serves a share (the samples of one step,
-    whichever that will be). The call's `micro_step_idx` is -1, and its seeds are computed from the share's number
-    instead of the step's number.
+    A call that is made ahead of the steps belongs to a share (the samples of one step), because its step is not known
+    yet. The call's `micro_step_idx` is -1, and its seeds are computed from the share's number instead of the step's
+    number.
     """
 
     global_step: int | None
@@ -412,7 +413,7 @@ class RolloutCallLog:
     first_req_idx: int
     num_requests: int
     num_micro_steps: int
-    chunk: int  # requests that this rank may have in flight
+    chunk: int  # max requests that this rank may have in flight
     ver: int | None = None  # version of the weights that made the rollouts; None: not known yet
     seconds: float = 0.0  # duration of the call
     began_at: float = 0.0  # Unix seconds, as in `CallRecord`

@@ -1,4 +1,4 @@
-"""The training loop: sync, learn, update; evaluate and save when due.
+"""The training loop: sync, learn, update; evaluate and save at the configured steps.
 
 One optimizer step: sync if the step's rollouts need newer weights, learn each micro-step's rows as they come, reduce
 gradients over ranks once, clip, update, count the step. Rows come from the step source (`learner.steps.source`). If the
@@ -47,7 +47,7 @@ MAX_REASON = 400  # max characters of an error in the log
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Boundary:
-    """The state of all ranks at the end of a step: what a checkpoint needs besides weights and moments."""
+    """The state of all ranks at the end of a step, which a checkpoint needs besides weights and moments."""
 
     state: TrainerState
     generators: Generators
@@ -133,7 +133,7 @@ class Trainer:
         self.state = TrainerState()
         self._saved_at: int | None = None
         self._best_alone: Path | None = None  # the best checkpoint, if it was saved only for being the best
-        self._boundary: Boundary | None = None  # None: the present weights are between two steps
+        self._boundary: Boundary | None = None  # None: the weights are being updated
 
     def run(self) -> None:
         """Train to the last step. Raises Stopped if the run was asked to stop, ProjectError, or any other error that
@@ -182,7 +182,7 @@ class Trainer:
             self.evaluate()
         with start_set_aside() as after_step:
             while self.state.global_step < self.total_steps and not self.best.gives_up and not self.callbacks.ended_by:
-                # The limit is checked between steps, so a step is never broken off.
+                # The limit is checked between steps, so no step is interrupted.
                 if self.time_limit.is_over():
                     self.journal.note(f"training.max_minutes: the time is up after step {self.state.global_step}")
                     break
@@ -190,7 +190,8 @@ class Trainer:
                 self.syncs.before(self.state.global_step)
                 result, rows = self.step()
                 self.journal.step(result, self.syncs.receipt, rows)
-                # At the end of a step all ranks are at the same place, so they can agree on lost and new servers.
+                # At the end of a step all ranks are at the same point of the program, so they can agree on lost and new
+                # servers.
                 self.syncs.agree(self.state.global_step)
                 self.callbacks.step(result)
                 # The first step compiles, and the objects that it makes stay until the end of the run, too.
@@ -209,7 +210,7 @@ class Trainer:
         if training.save_on_end:
             self.save()
         # If no evaluation was better than the first, the newest checkpoint is worse than the model at the start.
-        # Commands that are given this run's folder would take that checkpoint.
+        # Commands with this run's folder as the model would use that checkpoint.
         if self.ranks.is_main and (worse := only_worse(self.best.root)) is not None:
             self.journal.note(f"{worse}, whose weights are those of model.path")
         self.note_leftovers()
@@ -242,9 +243,9 @@ class Trainer:
         with self.clock.phase("learn"):
             totals = totals.reduced(self.ranks)
             share = totals.share_of(shortfall)
-            # A short last step's gradient is multiplied by its share of a whole step's samples.
+            # The gradient of a short last step is multiplied by (its samples / the samples of a whole step).
             self.policy.reduce_gradients(self.ranks, weight_sum=totals.weight / share if share else 0.0)
-            # From here on the weights are between two steps, so nothing may be saved.
+            # From here on the weights belong to no whole step, so nothing may be saved.
             self._boundary = None
             learning_rate, grad_norm = self.optimizer.update(self.state.global_step, share=share)
         self.state = self.state.after_step()
@@ -268,12 +269,12 @@ class Trainer:
         return result, totals.rows
 
     def training_step(self, rows: Generator[PackedRow], totals: StepTotals) -> None:
-        """Run one micro-step: learn its rows as they come, and empty rows until every rank has run as many passes (D5).
-        Gradients are accumulated, without an update. Ranks wait for each other at each row if the model is sharded, or
-        if a sync may run between two rows."""
+        """Run one micro-step: learn its rows as they come, then empty rows until all ranks have run equally many passes
+        (D5). Gradients are accumulated, without an update. Ranks wait for each other at each row if the model is
+        sharded, or if a sync may run between two rows."""
         # Waiting at every row costs time, so it is done only if passes or syncs are collective between rows.
         evened = in_lockstep if self.policy.is_sharded or self.syncs.waits else padded
-        # Closing `rows` makes an error here end the rollouts under way too.
+        # After an error here, closing `rows` also ends the rollouts in flight.
         with closing(rows):
             for row in evened(rows, self.ranks, self.config.global_max_length, self.clock):
                 with self.clock.phase("learn"), memory_errors(row):
@@ -304,7 +305,7 @@ class Trainer:
             return
         began_s = time.monotonic()
         own, metrics = self.evaluations.evaluate(step)
-        # The time limit keeps time for the last evaluation, and expects it to take as long as this one.
+        # The time limit reserves time for the last evaluation, which is expected to take as long as this one.
         self.time_limit.evaluated(time.monotonic() - began_s)
         verdict = self.best.add(step, own)
         # The evaluation before the first step needs no checkpoint: model.path has its weights.
@@ -319,7 +320,7 @@ class Trainer:
         """Save the present weights as the best ones. The previous best checkpoint is removed if it was saved only for
         being the best. `is_due`: this step has a checkpoint anyway."""
         path, before = self.save(), self._best_alone
-        # The link moves before the old checkpoint goes, so it never leads nowhere.
+        # The link is changed before the old checkpoint is removed, so it never points to a missing folder.
         self.best.link(path)
         self._best_alone = None if is_due else path
         if before is not None:
@@ -391,7 +392,7 @@ class Trainer:
         self.journal.note(f"resumed at step {self.state.global_step}; {len(self.waiting())} carried samples come again")
 
     def waiting(self) -> list[str]:
-        """Return the ids of samples that any rank has begun and not learned yet. Collective."""
+        """Return the ids of the samples, of all ranks, that were begun and not learned yet. Collective."""
         return [sample_id for part in self.ranks.all_gather_object(self.source.waiting()) for sample_id in part]
 
     def note_leftovers(self) -> None:

@@ -1,13 +1,13 @@
 """Measures whether a model predicts labels worse after its own answer than after the preceding labels (exposure gap).
 
-In: greedy answers, matched with labels. Each answer is cut before the first object that it skipped. The labels that the
-answer lacks follow (`loss.prefix_end: first_miss`). Out: the loss (nats) on the tokens of these labels, by kind of
-token, computed twice: after the model's own answer, and after the preceding labels. The difference between these two
-measurements is what training on the model's own answers can improve and teacher forcing cannot. If the difference is
-about zero, the model's mistakes do not come from reading its own answer.
+In: greedy answers, matched with labels. Each answer is cut before the first object that it skipped. After the cut come
+the labels that the answer lacks (`loss.prefix_end: first_miss`). Out: the loss (nats) on the tokens of these labels, by
+kind of token, computed twice: after the model's own answer, and after the preceding labels. Training on the model's own
+answers can reduce the difference between the two, and teacher forcing cannot. If the difference is about zero, the
+model's mistakes do not come from reading its own answer.
 
 Only tokens that are the same in both texts are compared. Coordinates in digits count as structure. `TeacherForced` also
-has the loss on all labels, which says how well the model knows them.
+has the loss on all labels, a measure of how well the model knows them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from learner.tasks.detection.task import DetectionTask
 
 Kind = Literal["coordinates", "names", "structure", "all"]
 KINDS: tuple[Kind, ...] = ("structure", "names", "coordinates", "all")
-NAME_WEIGHT = 2.0  # loss weight by which the tokens of descriptions are recognized; nothing is learned with it
+NAME_WEIGHT = 2.0  # a marker: tokens with this loss weight are descriptions; nothing is trained here
 LOSS = LossConfig(prefix_end="first_miss", desc_weight=NAME_WEIGHT)
 
 

@@ -1,9 +1,9 @@
 """Computes numbers by name (features) from a measurement. `recommend.py` chooses a method by these numbers.
 
 In: `Measured`. Out: each number with its 95% interval over scenes. F1 is computed as in an evaluation: IoU 0.5, the
-same description, counts summed over scenes. Intervals are percentile bootstrap intervals: scenes are drawn with
-replacement, and each draw's scenes are used for all numbers of a split. Numbers about missing labels come from the
-estimate that `labels.complete` makes (`learner.tasks.detection.gaps`). Pure, deterministic.
+same description, counts summed over scenes. Intervals are percentile bootstrap intervals: scenes are sampled with
+replacement, and all numbers of a split use the same resamples. Numbers about missing labels come from the estimate that
+`labels.complete` makes (`learner.tasks.detection.gaps`). Pure, deterministic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from learner.tasks.detection.metrics import METRICS, columns_of
 
 Floats = NDArray[np.float64]
 Counts = Floats  # [..., len(metrics.COLUMNS)]
-NUM_DRAWS = 2000  # number of bootstrap draws of scenes
+NUM_DRAWS = 2000  # number of bootstrap resamples
 F1, F1_ANY = "f1@0.5", "f1_any@0.5"  # names of metrics; `any`: descriptions are ignored
 
 # One name for each kind in `exposure.KINDS`, in the same order.
@@ -92,8 +92,8 @@ def estimates(measured: Measured) -> dict[str, FeatureEstimate]:
 
 
 def _train(measured: Measured) -> dict[str, Floats]:
-    """Return the features of the training scenes, by name. Each has [1 + draws] values: of all scenes, then of each
-    draw of scenes."""
+    """Return the features of the training scenes, by name. Each has [1 + NUM_DRAWS] values: of all scenes, then of each
+    resample."""
     sampled, greedy = measured.sampled, measured.train.greedy
     sums = _sums_of(len(greedy))
     of_greedy = columns_of(sums(greedy))
@@ -128,7 +128,7 @@ def _train(measured: Measured) -> dict[str, Floats]:
 
 
 def _validation(split: MeasuredSplit, train: Mapping[str, Floats]) -> dict[str, Floats]:
-    """Return the features of the validation scenes, by name, as `_train` does. The validation scenes are drawn
+    """Return the features of the validation scenes, by name, as `_train` does. The validation scenes are resampled
     independently of the training scenes. `train`: the features of the training scenes."""
     sums = _sums_of(len(split.greedy), seed=1)
     nats = sums(split.nats)
@@ -140,8 +140,8 @@ def _validation(split: MeasuredSplit, train: Mapping[str, Floats]) -> dict[str, 
 
 
 def _sums_of(num_scenes: int, seed: int = 0) -> Callable[[Floats], Floats]:
-    """Return a function that sums values of scenes [N, ...] to [1 + draws, ...]: over all scenes, then over each draw
-    of scenes."""
+    """Return a function that sums values of scenes [N, ...] to [1 + draws, ...]: over all scenes, then over each
+    resample."""
     share = np.full(num_scenes, 1 / num_scenes)
     drawn = np.random.default_rng(seed).multinomial(num_scenes, share, size=NUM_DRAWS)
     weights = np.concatenate([np.ones((1, num_scenes)), drawn])
@@ -149,8 +149,8 @@ def _sums_of(num_scenes: int, seed: int = 0) -> Callable[[Floats], Floats]:
 
 
 def _scene_f1(counts: Counts, hits: str, ignored: str) -> Floats:
-    """Return the F1 at IoU 0.5 of each single answer; 1 if its scene has no labels and nothing was predicted. `hits`
-    and `ignored`: names of the columns of right and of ignored predictions."""
+    """Return the F1 at IoU 0.5 of each single answer; 1 if there are neither labels nor predictions. `hits` and
+    `ignored`: names of the columns of right and of ignored predictions."""
     columns = columns_of(counts)
     total = columns["predictions"] - columns[f"{ignored}@0.50"] + columns["truth"]
     return np.where(total > 0, _ratio(2 * columns[f"{hits}@0.50"], total), 1.0)

@@ -48,8 +48,8 @@ DECODED_AT_ONCE = 64  # sequences decoded at once, unless the configuration sets
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureSettings:
-    """How much to measure: at most `num_samples` samples of each split, and `num_generations` sampled answers to each
-    training sample."""
+    """The amount of measuring: at most `num_samples` samples of each split, and `num_generations` sampled answers to
+    each training sample."""
 
     num_samples: int = 100
     num_generations: int = 8
@@ -146,8 +146,8 @@ class _Model:
         self._backend = HfBackend(_drawn_at_temperature_1(config), policy, run_seed=config.training.seed)
 
     def samples(self, split: str, most: int) -> list[Sample]:
-        """Return at most `most` samples of a split, drawn with a fixed seed, in the order of its file. Raises DataError
-        if the split has fewer than 2."""
+        """Return at most `most` samples of a split, sampled with a fixed seed, in the order of its file. Raises
+        DataError if the split has fewer than 2."""
         config, path = self._config, self._config.data.path_of(split)
         assert path is not None
         data, reader = as_read_for(config.data, split), reader_of(config, split)

@@ -1,33 +1,33 @@
 """Recommends a method of training, with its reason: rules over the features of `features.py`.
 
-In: features with their intervals. Out: a method, and for every rule whether it holds, with its numbers. Rules are tried
-in the order below, and the first that holds recommends its method. A feature counts as above its threshold only if the
-whole interval is. "Best of K" is the best of K sampled answers to a scene, compared with the greedy answer.
+In: features with their intervals. Out: a method, and the result of every rule, with its numbers. Rules are tried in the
+order below, and the first that holds recommends its method. A feature counts as above its threshold only if its whole
+interval is above. "Best of K" is the best of K sampled answers to a scene, compared with the greedy answer.
 
     `sft`                    The model finds too little to learn from its own answers (PARSE_RATE, LEAST_F1).
-    `an earlier checkpoint`  The model answers training scenes much better than validation scenes (OVERFIT_F1). It knows
-                             the training scenes by heart, so features that were measured on them say little.
-    `rollout_matching_sft`   Labels are missing (MISSING), and no added label would be sure enough.
-    `completed labels, grpo` Labels are missing, and the best of K is better in places (MISSING, HEADROOM, NO_SIGNAL).
-    `nothing`                Labels are missing, but the model finds nearly all that is labelled (MISSING, FOUND).
+    `an earlier checkpoint`  The model answers training scenes much better than validation scenes (OVERFIT_F1). It has
+                             memorized the training scenes, so features measured on them say little.
+    `rollout_matching_sft`   Labels are missing (MISSING), and none could be added with enough certainty.
+    `completed labels, grpo` Labels are missing, and the best of K has better boxes (MISSING, HEADROOM, NO_SIGNAL).
+    `nothing`                Labels are missing, but the model finds nearly all labelled objects (MISSING, FOUND).
     `completed labels, sft`  Labels are missing (MISSING).
-    `sft, then grpo`         The best of K is better in places (names ignored), and K answers differ (HEADROOM,
-                             NO_SIGNAL). A few steps of sft correct a habit. After them, measure again what to gain.
-    `sft`                    The best of K is better, but in names or in few scenes (HEADROOM). Labels teach names.
+    `sft, then grpo`         The best of K has better boxes (names ignored), and K answers differ (HEADROOM,
+                             NO_SIGNAL). First correct systematic errors by a few steps of sft. Then measure again.
+    `sft`                    The best of K is better, but only in names or in few scenes (HEADROOM). Labels teach names.
     `rollout_matching_sft`   Labels are predicted worse after the model's own answer than after labels (EXPOSURE).
     `nothing`                The model is right, also on validation scenes, or more sft would overfit.
     `sft`                    No other rule holds, so the labels still teach.
 
 The number of missing labels is estimated as `labels.complete` does it: from the pixels of the objects that the model
 finds, if possible. If labels are missing and `labels.complete` would add none, rollout matching is recommended, with
-objects without a label kept (`keep_unmatched`). On photographs, by labels that were drawn anew, F1 was 0.664 with
+objects without a label kept (`keep_unmatched`). On photographs, judged by labels that were made anew, F1 was 0.664 with
 rollout matching, 0.692 after training on completed labels, and 0.611 with sft. With labels missing at random, grpo on
-completed labels gained up to 0.04 F1 over sft on the same labels; on the photographs it lost 0.02. So grpo is
-recommended only if the best of K is better, and the estimated F1 must decide.
+completed labels gained up to 0.04 F1 over sft on the same labels; on the photographs F1 fell by 0.02. So grpo is
+recommended only if the best of K is better, and the estimated F1 decides whether to keep its result.
 
 The thresholds are chosen by hand. With these thresholds the rules name the right method in all measured comparisons
-(docs/concepts/which-method.md). With complete labels and much headroom in places, sft alone corrected four habits. The
-thresholds without a figure only mark obvious cases.
+(docs/concepts/which-method.md). With complete labels and much better boxes in the best of K, sft alone corrected four
+systematic errors. Thresholds without a measured figure only mark obvious cases.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from learner.config.sections.training import ESTIMATED
 from learner.predict.features import FeatureEstimate
 from learner.tasks.detection.completion import MISSING, CompletionEstimate
 
-PARSE_RATE = 0.5  # below this share of readable answers, sft comes first
-LEAST_F1 = 0.05  # below this F1 of greedy answers, sft comes first
+PARSE_RATE = 0.5  # if a smaller fraction of the answers is readable, sft comes first
+LEAST_F1 = 0.05  # if the F1 of greedy answers is lower, sft comes first
 
 # With 40% of the labels missing, a model that detected 96% of the labelled digits gained nothing from completed labels.
 # The models that gained had detected 87% or less.
-FOUND = 0.90  # a model that finds more than this share of the labelled places gains nothing from completed labels
+FOUND = 0.90  # a model that finds a larger fraction of the labelled objects gains nothing from completed labels
 HEADROOM = 0.03  # min gain worth training for: F1 of the best of K answers minus F1 of the greedy answer
-NO_SIGNAL = 0.8  # max share of scenes whose K answers all have the same F1, for grpo to be recommended
+NO_SIGNAL = 0.8  # max fraction of scenes whose K answers all have the same F1, for grpo to be recommended
 
 # With a gap of 0.0013 nats, rollout matching and sft were equally good.
 EXPOSURE = 0.02  # nats per token; rollout matching is recommended for a larger exposure gap (`exposure.py`)
 OVERFIT = 0.05  # nats per token; if validation labels cost more than training labels by this, more sft overfits
 
-# If F1 on training scenes exceeds F1 on validation scenes by more, the model knows the training scenes by heart.
+# nats per token; if the loss on validation labels is this much higher, more sft overfits
 OVERFIT_F1 = 0.10
-RIGHT_F1 = 0.97  # above this F1 there is nothing left to gain
+RIGHT_F1 = 0.97  # above this F1 training cannot gain anything
 
 SFT = "sft"
 ROLLOUT_MATCHING = "rollout_matching_sft"
@@ -69,7 +69,7 @@ BY_HEART = "an earlier checkpoint, or more data or augmentation: this model know
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule's result: whether it holds, and so recommends `method`. `reason` says why or why not, with numbers."""
+    """A rule's result: `reason` says, with numbers, why the rule recommends its `method` or not."""
 
     method: str
     holds: bool
@@ -123,8 +123,8 @@ def _by_heart(found: Mapping[str, FeatureEstimate]) -> Rule:
 
 
 def _gaps(found: Mapping[str, FeatureEstimate], known: CompletionEstimate) -> Rule:
-    """Return the rule for missing labels. The rule holds if a sign shows that labels are not missing at random, or if
-    the interval of the share of missing labels is above MISSING."""
+    """Return the rule for missing labels. The rule holds if there are signs that labels are not missing at random, or
+    if the interval of the fraction of missing labels is above MISSING."""
     missing = found.get("missing_labels")
     seen = [known.not_random] if known.not_random else []
     seen += [f"{_shown(missing)} of the objects found have no label"] if missing is not None else []
@@ -152,9 +152,9 @@ def _finds_all(found: Mapping[str, FeatureEstimate], gaps: Rule) -> Rule:
 
 
 def better_places(found: Mapping[str, FeatureEstimate], *, least_low: float = HEADROOM) -> Rule:
-    """Return the rule that recommends grpo. The rule holds if the best of K answers is better in places than the greedy
-    answer: by more than HEADROOM, and with an interval above `least_low`. The K answers must also differ in enough
-    scenes."""
+    """Return the rule that recommends grpo. The rule holds if the best of K answers has better boxes than the greedy
+    answer: F1 is higher by more than HEADROOM, and with an interval above `least_low`. The K answers must also differ
+    in enough scenes."""
     headroom, silent = found["headroom_places"], found["no_signal"]
     reason = (
         f"best of K minus greedy, names ignored: {_shown(headroom)} F1, and {silent.value:.0%} of the scenes have "

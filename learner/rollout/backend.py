@@ -17,12 +17,11 @@ from learner.config.sections.decoding import DecodingConfig
 from learner.records import CallRecord, Rollout, RolloutCallLog, Sample
 from shared.seeds import request_seed
 
-# `micro_step_idx` of requests that belong to no micro-step. The values are negative, so that no two requests share a
-# seed.
-# For rollouts that are made ahead of the steps. Their `global_step` is the number of their share (the samples of one
+# Values of `micro_step_idx` for requests outside of a micro-step. They are negative, so that no two requests have the
+# same seed. Rollouts made ahead of the steps. Their `global_step` is the number of their share (the samples of one
 # step).
 AHEAD_OF_STEPS = -1
-COMPLETES_LABELS = -2  # for rollouts that complete the labels of samples
+COMPLETES_LABELS = -2  # rollouts that complete the labels of samples
 TELL_S = 10.0  # seconds between two lines that report the progress of an evaluation
 
 
@@ -81,7 +80,7 @@ class RolloutBackend(Protocol):
         """Return the rollouts of several micro-steps, made with the same weights: one list per micro-step.
 
         Decoding follows the run's configuration, unless one of these is given. `greedy`: decode greedily.
-        `temperature`: draw from all tokens at this temperature.
+        `temperature`: sample from all tokens at this temperature.
         """
         ...
 
@@ -100,8 +99,8 @@ class RolloutBackend(Protocol):
         return rollouts
 
     def stream(self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False) -> RolloutStream:
-        """Begin the rollouts of `generate_window` and return at once; other processes make them. Only the backend of
-        rollout servers has this."""
+        """Begin the rollouts of `generate_window`, which other processes make, and return at once. Only the backend of
+        rollout servers has this method."""
         raise AssertionError("only servers hand on rollouts as they end")
 
     def close(self) -> None: ...
@@ -120,7 +119,7 @@ class RolloutStream(Protocol):
 
 
 def drawn_at(temperature: float, decoding: DecodingConfig) -> DecodingConfig:
-    """Return `decoding` changed so that each token is drawn from the whole vocabulary at this temperature."""
+    """Return `decoding` changed so that each token is sampled from the whole vocabulary at this temperature."""
     plain = {"top_p": 1.0, "top_k": -1, "decode_mode": "sample", "num_beams": 1}
     return decoding.model_copy(update={"temperature": temperature, **plain})
 
@@ -164,8 +163,8 @@ def recorded(record: RolloutCallLog, on_call: Callable[[RolloutCallLog], None] |
 
 @contextmanager
 def local_call(record: RolloutCallLog, asked: Requests, *, name: str) -> Iterator[None]:
-    """Add one call to `record`: the block, which generates in the learner's own process. `name` stands in place of a
-    server's URL."""
+    """Add one call to `record`: the block, which generates in the learner's own process. The record has `name` instead
+    of a server's URL."""
     begin, error_text = time.monotonic(), ""
     try:
         yield

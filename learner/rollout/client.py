@@ -62,9 +62,9 @@ LAST_LOOK_S = 3.0
 POLL_S = 5.0  # seconds between two calls of one server's /health/
 MAX_LOOKS_PER_S = 32.0  # max calls of /health/ per second, to all servers together: each takes 1 ms of CPU.
 # If other servers can answer, a server counts as gone when its /health/ has been silent for one of these times:
-BROKEN_S = 2.0  # after the server broke a connection
-SILENT_S = 30.0  # if no connection broke
-REPLY_GRACE_S = 10.0  # added to a deadline that the server keeps too, so that the server's error arrives first.
+BROKEN_S = 2.0  # seconds, after the server broke a connection
+SILENT_S = 30.0  # seconds, if no connection broke
+REPLY_GRACE_S = 10.0  # seconds added to the server's own deadline, so that the server's error arrives first
 # Uvicorn closes a connection after 5 idle seconds. The client closes a connection earlier, so that uvicorn never closes
 # it just when a new request is sent.
 KEEPALIVE_S = 2.0
@@ -79,7 +79,7 @@ _MOST_BYTES = "most_bytes"  # key in the extensions of an httpx request: the max
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeouts:
-    """A client's deadlines in seconds. `infer_s`: for an `/infer/` call; None: computed from the server's pace."""
+    """A client's deadlines in seconds. `infer_s`: for an `/infer/` call; None: computed from the server's speed."""
 
     connect_s: float
     read_s: float
@@ -105,7 +105,7 @@ class Timeouts:
 
     def patience(self, *, has_others: bool) -> Patience:
         """Return how long to wait for a failing server: `timeout_s`, or a short time if `has_others` (other servers can
-        do its work)."""
+        take its requests)."""
         if not has_others:
             return Patience(silent_s=self.gone_s, broken_s=self.gone_s, has_others=False)
         silent_s = min(self.gone_s, SILENT_S, self.infer_s or SILENT_S)
@@ -114,8 +114,8 @@ class Timeouts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
-    """How long `/health/` may be silent before the server counts as gone. `has_others`: the run can go on without this
-    server."""
+    """How long `/health/` may be silent before the server counts as gone. `has_others`: the run can continue without
+    this server."""
 
     silent_s: float  # the limit in seconds, if no connection broke
     broken_s: float  # the limit in seconds, after a connection broke
@@ -217,7 +217,8 @@ class ServerClient:
         late = functools.partial(self._late, answers, deadline_s, patience)
 
         async def exchange() -> httpx.Response:
-            # The time is set in each try, because waiting for a busy server says nothing about its pace.
+            # The time is set in each try, because the time of waiting for a busy server must not count as decoding
+            # time.
             answers.sent_at = awake_s()
             sending = self._send_infer(call, deadline_s, answers, patience)
             return await self._while_alive(sending, patience.silent_s, deadline_s=deadline_s, late=late)
@@ -231,8 +232,8 @@ class ServerClient:
                 await asyncio.sleep(RETRY_AFTER_S)
             raise
         answers.check_complete()
-        # Only the longest answer counts: all requests of a call run at once, so it alone decides how long the call
-        # takes.
+        # Only the longest answer is counted: all requests of a call run at once, so the longest one determines the
+        # call's time.
         self._pace.saw(answers.longest, answers.longest_s)
 
     async def _send_infer(
@@ -255,7 +256,8 @@ class ServerClient:
                 await (answers.read(response) if response.is_success else response.aread())
                 return response
         except ServerUnreachableError as error:
-            # A living server lost only the connection, so its requests are sent again instead of giving it up.
+            # If the server still answers, only the connection was lost. Then its requests are sent again, and the
+            # server stays in use.
             await self.wait_healthy(patience.broken_s)
             raise ServerError(
                 f"{self.base_url}: the connection broke during /infer/, the server is alive",
@@ -282,7 +284,7 @@ class ServerClient:
     async def _send_weights_call(
         self, path: str, call: InitCommunicatorCall | UpdateWeightsCall, patience: Patience | None
     ) -> httpx.Response:
-        # The server gives up first, so its own error arrives, which says more than a missing answer.
+        # The server's deadline is shorter, so its own error arrives, which says more than a missing answer.
         limit_s = call.timeout_s + REPLY_GRACE_S
 
         async def late(health_age_s: float) -> None:
@@ -390,7 +392,8 @@ class ServerClient:
         # At least two calls of /health/ must fit into the time after which the server counts as gone.
         poll_s = min(self.timeouts.poll_s, silent_s / 2)
         tick_s = poll_s / 5
-        # This clock stands still while this process is stopped, so that its own pause is not taken for a silent server.
+        # This clock does not count the time in which this process is stopped, so such a pause does not look like a
+        # silent server.
         begin = last_seen = awake_s()
         next_look = begin + poll_s
         try:
@@ -408,8 +411,7 @@ class ServerClient:
                     last_seen = self._seen(looking, last_seen, silent_s)
                     looking, next_look = None, awake_s() + poll_s
         finally:
-            # The cancelled tasks are awaited: one of them could otherwise call `on_answer` after this function has
-            # ended.
+            # The cancelled tasks are awaited: otherwise one of them might call `on_answer` after this function's end.
             ended = {task, looking} if looking else {task}
             for one in ended:
                 one.cancel()
@@ -433,7 +435,7 @@ class ServerClient:
         """Raises the error of an `/infer/` call that has passed its deadline."""
         if patience.has_others:
             try:
-                # A short last look tells a slow server from a dead one, which may be given up.
+                # A last short call of `/health/` tells a slow server from a dead one.
                 async with time_limit(LAST_LOOK_S):
                     await self.health()
             except (ProjectError, TimeoutError) as error:  # the server is gone, not slow

@@ -6,8 +6,8 @@ In: samples of this rank. Out: one rollout per sample, in order, by the weights 
 gather their requests, and each takes the answers to its own requests. A request's seed follows from its index over all
 ranks. If an engine spans several ranks, `generate` is collective: a rank without samples must call it too.
 
-Invariants: the engine itself turns a prompt's images into tokens. So when the engine's prompt tokens are compared with
-the learner's, two independent results are compared. No rollout is made with unchecked weights.
+Invariants: the engine itself turns a prompt's images into tokens. So comparing the engine's prompt tokens with the
+learner's compares two independent results. No rollout is made with unchecked weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shared.generation import (
 )
 from shared.wire import RequestConfig
 
-NAME = "colocate"  # the `base_url` of this backend's call records, which have no server
+NAME = "colocate"  # the `base_url` of this backend's call records, because there is no server
 
 
 class _Asked(NamedTuple):

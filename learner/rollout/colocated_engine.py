@@ -2,9 +2,10 @@
 
 `ColocatedEngine` is vLLM in the learner's own process, on the learner's device. Only this module calls vLLM's engine.
 One engine spans `tensor_parallel_size` ranks. These ranks run the same requests in the same order. Invariants:
-- vLLM works only inside the block `awake`, in which training state is offloaded. On CUDA the engine sleeps outside the
-  block: its weights are in host memory. If the device has room for the engine and for training, as estimated or
-  measured, the engine stays awake, which saves copying its weights. On CPU vLLM cannot sleep, and need not;
+- vLLM works only inside the block `awake`, in which the training state is moved off the device. On CUDA the engine
+  sleeps outside the block: its weights are in host memory. If the device has room for the engine and for training, as
+  estimated or measured, the engine stays awake, which saves copying its weights. On CPU vLLM cannot sleep, and need
+  not;
 - training's random generators, and torch's folder for compiled code, are left as they were;
 - `ver` is the version of the weights that were loaded and checked; None: the weights are unchecked, and may be zeros
   before the first load;
@@ -63,8 +64,8 @@ from shared.sync.adapter_loading import AdapterLoad, BaseWeightLoad, adapt_linea
 from shared.sync.loading import CopyMemory, WeightLoad
 from shared.wire import RequestConfig
 
-_PIECE_BYTES = 64 * 2**20  # weights are handed to vLLM in pieces of at least so many bytes.
-# An engine stays awake only if this fraction of the device's memory is free, beside the engine and training.
+_PIECE_BYTES = 64 * 2**20  # min bytes of the weights that are given to vLLM at a time
+# An engine stays awake only if this fraction of the device's memory is still free with engine and training in memory.
 ROOM = 0.08
 SURPLUS = 1.5  # the estimated memory of learning is multiplied by this, until the memory has been measured
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)  # adapter ranks that vLLM accepts
@@ -112,7 +113,7 @@ class ColocatedEngine:
         self._num_loads = 0
         self._reads_weights = reads_weights
         folder = model_folder(model, "model.path")
-        # vLLM measures free memory while it starts, so training's state is away.
+        # vLLM measures free memory while it starts, so training's state is moved off the device.
         with offload.away(), keeping_random_state(ranks.device), keeping_compiler_variables():
             self._llm = self._start(folder)
             # Remove the shared memory of a killed run's engine. If this process is killed, the next start removes its
@@ -127,7 +128,7 @@ class ColocatedEngine:
         self.max_model_len = int(model_config.max_model_len)
         self._caches_prefixes = bool(self._llm.llm_engine.vllm_config.cache_config.enable_prefix_caching)
         self._stop_token_ids = stop_token_ids(model_config, self._llm.get_tokenizer())
-        self._adapter: LoRARequest | None = None  # the adapter that answers requests; None: the weights without one
+        self._adapter: LoRARequest | None = None  # the adapter used for answers; None: no adapter
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="pixels")
         self._images = EngineImages(self._llm.llm_engine.renderer, self._threads)
         self._adapter_numbers = itertools.count(1)
@@ -162,7 +163,7 @@ class ColocatedEngine:
                 measures = after_update and self._num_loads > 0 and self._may_stay_awake()
                 held = torch.cuda.memory_reserved(self._ranks.device) if measures else 0
                 self._wake_up()
-                if measures:  # waking up frees cached memory of the device, which training will allocate again
+                if measures:  # waking up frees cached device memory, but training will allocate it again
                     self._stays_awake = self._has_room(held - torch.cuda.memory_reserved(self._ranks.device))
             elif self._stays_awake and self.tensor_parallel_size > 1:
                 # Each rank measures its own device, so the engine may have slept on some of its ranks only. vLLM
@@ -192,7 +193,7 @@ class ColocatedEngine:
         looks = looks or [False] * len(prompts)
         with self._images.looking(prompts, looks) as seen:
             outputs = self._run(prompts, [sampling_params(config, seed) for seed in seeds])
-        for output in outputs:  # only vLLM's own token ids count the tokens of the images
+        for output in outputs:  # only vLLM's own token ids include the tokens of the images
             self._check_length(len(output.prompt_token_ids), num_new)
         return [
             replace(read_generation(output, self._stop_token_ids), pixels=self._images.result(prompt, images))
@@ -204,7 +205,7 @@ class ColocatedEngine:
         prefix cache, and digests of the prompt's processed images (`Scores.pixels`). Raises the errors of
         `generate`."""
         pairs = [(prompt, list(ids)) for prompt, ids in zip(prompts, responses, strict=True)]
-        # Rollouts read the prefix cache, so stale blocks in it must show in the scores.
+        # Rollouts use the prefix cache, so the scores are computed with it too, to reveal stale blocks.
         reads = [cached_scoring(*pair) if self._caches_prefixes else [] for pair in pairs]
         asked = [*(scoring(*pair) for pair in pairs), *(read for several in reads for read in several)]
         # Images are digested only for the whole requests, which come first: the other requests have the same images.
@@ -248,7 +249,7 @@ class ColocatedEngine:
     def _take(self, weights: Iterable[tuple[str, torch.Tensor]], load: AdapterLoad | WeightLoad) -> None:
         try:
             load.open()
-            # Merged tensors are made during the iteration, so only one piece's tensors need memory at a time.
+            # Merged tensors are made during the iteration, so only the tensors of one piece are in memory at a time.
             for piece in _in_pieces(weights):
                 load.add(piece)
             load.finish()
@@ -345,7 +346,7 @@ class ColocatedEngine:
 
     def _rest(self) -> None:
         """Let the engine sleep, unless the device has room for the awake engine and for training."""
-        # Training may hold more memory than at the last look, so the room is measured again.
+        # Training may use more memory than at the last measurement, so the room is measured again.
         self._stays_awake = self._stays_awake and self._has_room()
         if not self._stays_awake:
             self._sleep()

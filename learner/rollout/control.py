@@ -2,12 +2,12 @@
 run directory. More requests come from the list of servers that a cluster keeps.
 
 `ask` writes one request as a file; rank 0 takes it at the end of a step (`ServerControl.take`). `ServerControl.show`
-writes the run's servers to a file whenever they change; `read_state` reads this file. User and run share only these
-files, so a user may make requests on any machine that sees the run directory. Whoever can write in the run directory
-can name servers.
+writes the run's servers to a file whenever they change; `read_state` reads this file. A user and the run communicate by
+these files only, so a user can make requests on any machine that sees the run directory. Whoever can write in the run
+directory can name servers.
 
 Invariants: a file is complete or absent; a request is taken once; a damaged request is logged and removed; if the
-servers cannot be written to their file, the run goes on.
+servers cannot be written to their file, the run continues.
 
 `Discovery` reads a cluster's list, from a file or a command, in the background, so that no step waits for it. A server
 that is new in the list is added once. A server that was in an earlier list and is missing from two lists in a row is
@@ -47,7 +47,7 @@ FOLDER, STATE, REQUESTS = "servers", "state.json", "requests"
 _MAX_REQUEST_BYTES = 1 << 16
 GROUP_PORT = 51216  # group port of a server whose line names no port
 EVERY_S = 15.0  # seconds between two readings of the list
-COMMAND_S = 10.0  # seconds that the command which prints the list may take
+COMMAND_S = 10.0  # max seconds of the command that prints the list
 MAX_BYTES = 1 << 20  # max bytes of a list; a longer one raises ConfigError
 Listed = Mapping[str, int]  # base_url -> group port
 log = logging.getLogger("learner.rollout")
@@ -64,7 +64,7 @@ class ServerRequest:
 
 def ask(run_dir: Path, request: ServerRequest) -> Path:
     """Write a request to the run in `run_dir`, and return the request's file. Raises ConfigError if no run with servers
-    goes on there, OutputError if the file can't be written."""
+    is running there, OutputError if the file can't be written."""
     read_state(run_dir)
     if not is_running(run_dir):
         raise ConfigError(
@@ -160,7 +160,7 @@ def state_lines(state: dict[str, Any]) -> list[str]:
 def _remove(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
-    except OSError as error:  # a folder, or a read-only disk: the file stays, and the next call tries again
+    except OSError as error:  # `path` is a folder, or the disk is read-only: the next call tries again
         log.warning("%s can't be removed: %s", path, error)
 
 
@@ -169,7 +169,7 @@ def _request(value: Any) -> ServerRequest:
     request = ServerRequest(**value)
     if request.action not in ("add", "remove") or not isinstance(request.base_url, str):
         raise ValueError(f"unknown request {value!r:.200}")
-    request.base_url.encode()  # raises ValueError for a lone surrogate
+    request.base_url.encode()  # raises ValueError for text that is not valid Unicode
     port = request.group_port if request.action == "add" else None
     if type(request.group_port) is not int or entry_mistakes(request.base_url, port):
         raise ValueError(f"no server {value!r:.200}")
@@ -243,7 +243,7 @@ class Discovery:
             log.warning("the list of servers is not known now, and nothing changes: %s", error)
             return {}
         new = {url: port for url, port in listed.items() if url not in self._listed}
-        # Two lists count, because one may be incomplete while its file is written.
+        # The last two lists are kept, because one may be incomplete while its file is written.
         self._listed, self._last = {**self._last, **listed}, listed
         return new
 

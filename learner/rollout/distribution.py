@@ -8,18 +8,18 @@ have at most `decode_batch_size * s_i` sequences in flight on server `i`, where 
 
 Formula D4 counts slots. There are `W` ranks with `n` slots each, so `G = W * n` slots in all. Rank `r` owns the slots
 `[r * n, (r + 1) * n)`. The servers own the same slots, in server order: server `i` owns the next `ceil(G * s_i / T)`
-slots, where `T = sum(s_i)`. So each slot has one rank and one server. For spans, `n` is the rank's number of requests,
-and each request is one slot: it goes to the server that owns the slot. For quotas, `n = floor(decode_batch_size * T /
-W)` (`chunk_size`). A rank's quota on a server is the number of slots that both own.
+slots, where `T = sum(s_i)`. So each slot belongs to one rank and one server. For spans, `n` is the rank's number of
+requests, and each request is one slot: it goes to the server that owns the slot. For quotas, `n =
+floor(decode_batch_size * T / W)` (`chunk_size`). A rank's quota on a server is the number of slots that belong to both.
 
-A `Dispatcher` sends one rank's requests to all servers and hands on each answer as it ends. Invariants: a server has at
-most its quota of requests in flight; requests start in request order; while any request waits, every server has its
+A `Dispatcher` sends one rank's requests to all servers and passes on each answer as it ends. Invariants: a server has
+at most its quota of requests in flight; requests start in request order; while any request waits, every server has its
 whole quota in flight (D9). So a server whose queue is empty takes requests from the longest queue.
 
 If a batch fails, its unanswered requests are sent again in halves. If a server becomes busy after some answers of a
-batch, it has not failed, and the other requests are sent again. A server is lost if it is gone, stays busy, or fails
-one request twice. The requests of a lost server go to other servers, with the same seeds (D15). `run` raises an error
-if a request also fails twice on a second server, or if the request is malformed.
+batch, it has not failed, and the other requests are sent again. A server is lost (this rank stops using it) if it is
+gone, stays busy, or fails one request twice. Its requests go to other servers, with the same seeds (D15). `run` raises
+an error if a request also fails twice on a second server, or if the request is malformed.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from shared.errors import (
 R = TypeVar("R")
 log = logging.getLogger("learner.rollout")
 
-# If enough requests wait, a batch has at least a 32nd of the server's quota. So quotas up to 32 are refilled by single
-# requests, and at least 97% of a larger quota is in use.
+# If enough requests wait, a batch has at least a 32nd of the server's quota. So quotas up to 32 are refilled one
+# request at a time, and at least 97% of a larger quota is in use.
 REFILLS = 32
 # These errors are the request's fault: any server would answer with the same error.
 REQUEST_ERRORS = (RequestError, ConfigError, PromptMismatchError)
 # These errors are the server's fault: sending the request to the same server again would not help. UnauthorizedError is
-# one of these errors: when it counted as the request's fault, a restarted server with a new token ended the run.
+# among them: otherwise a restarted server with a new token would end the run.
 LOST_ERRORS = (ServerUnreachableError, ServerBusyError, ServerPoisonedError, ServerMismatchError, UnauthorizedError)
 
 
@@ -107,7 +107,7 @@ def distribute(
 
     If the quotas have room for all requests, all are sent at once: requests above the quota of their server go to the
     neighbouring servers. With more requests, the requests of a server whose quota is zero go to the next server with a
-    quota, in cyclic order. Only in this case can one server own two spans.
+    quota, in cyclic order. Only in this case one server may get two spans.
     """
     quotas = quotas_of(
         rank=rank, num_ranks=num_ranks, server_world_sizes=server_world_sizes, decode_batch_size=decode_batch_size
@@ -177,9 +177,9 @@ def _moved(spans: Sequence[ServerSpan], quotas: Sequence[int]) -> tuple[ServerSp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Requests `[start, stop)` of one HTTP call. `failed`: the requests failed once on the server in whose queue they
-    are, and are tried there again. `suspect`: one of the requests failed twice on another server, which was therefore
-    lost."""
+    """Requests `[start, stop)` of one HTTP call. `failed`: the requests have failed once on this queue's server, and
+    are tried there again. `suspect`: one of the requests may be bad, because it failed twice on an earlier server,
+    which is no longer used."""
 
     start: int
     stop: int
@@ -221,7 +221,7 @@ class _ServerQueue:
     """The batches that wait for one server."""
 
     quota: int  # max requests in flight
-    free: int  # number of further requests that may be sent now; negative after the quota has fallen
+    free: int  # number of requests that may be sent now; negative after the quota has fallen
     waiting: deque[Batch] = field(default_factory=deque)
 
     @property
@@ -284,7 +284,7 @@ class Dispatcher(Generic[R]):
                 await self._changed.wait()
                 self._changed.clear()
                 for task in [task for task in self._flying if task.done()]:
-                    if task in self._flying:  # False if its server was lost by another call of this loop
+                    if task in self._flying:  # False if another call of this loop has given up its server
                         self._land(task)
                 self._launch()
             assert not any(server.waiting for server in self._servers), "requests wait, and no server takes them"
@@ -352,14 +352,14 @@ class Dispatcher(Generic[R]):
         batch, unanswered = flight.batch, sorted(flight.unanswered)
         if isinstance(error, REQUEST_ERRORS) and not isinstance(error, LOST_ERRORS):
             raise error
-        # The server has answered a part of the batch, so it works, and the rest is only sent again.
+        # The server has answered a part of the batch, so it works, and only the rest is sent again.
         if isinstance(error, ServerBusyError) and len(unanswered) < len(batch):
             again = [replace(batch, start=run.start, stop=run.stop) for run in _runs(unanswered)]
             self._send_again(flight.server, again, error)
             return
         failed_twice = batch.failed and len(batch) == 1
         if failed_twice and batch.suspect and not isinstance(error, LOST_ERRORS):
-            # Two servers failed the request, so the request is at fault.
+            # Two servers failed on the request, so the request is the cause.
             raise error
         if isinstance(error, LOST_ERRORS) or failed_twice:
             self._without(flight, error, suspect=failed_twice)
@@ -395,7 +395,7 @@ class Dispatcher(Generic[R]):
             task.cancel()
             self._given_up.append(task)
         waiting = self._servers[lost].waiting
-        # On another server these requests have not failed yet.
+        # These requests have not failed yet on another server.
         again = [replace(batch, failed=False) for batch in waiting]
         for other, is_suspect in flights:
             is_suspect = is_suspect or other.batch.suspect

@@ -60,7 +60,7 @@ def unread_weights() -> str:
 def inspecting_here() -> Iterator[None]:
     """Let vLLM inspect the model's class in this process inside the block. By default vLLM inspects the class in
     another process, so that CUDA is not initialised in this process. The other process takes 15 s with empty caches
-    (vLLM 0.26, H200), and here CUDA is in use already."""
+    (vLLM 0.26, H200), and in this process CUDA is in use already."""
     from vllm.model_executor.models import registry
 
     before = getattr(registry, "_run_in_subprocess", None)
@@ -77,7 +77,7 @@ def inspecting_here() -> Iterator[None]:
 @contextmanager
 def keeping_random_state(device: torch.device) -> Iterator[None]:
     """Restore the random generators of Python, NumPy and torch after the block. vLLM seeds all these generators when it
-    starts, and may later draw from torch's generator."""
+    starts, and may later use torch's generator."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -112,7 +112,7 @@ def keeping_compiler_variables() -> Iterator[None]:
 
 
 def _copy_kernels(source: Path, folder: Path) -> None:
-    """Copy the Triton kernels (one folder each) that are in `source` and not in `folder`. Other processes may read and
+    """Copy the Triton kernels (one folder each) that `source` has and `folder` lacks. Other processes may read and
     write `folder` at the same time."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -126,8 +126,8 @@ def _copy_kernels(source: Path, folder: Path) -> None:
 
 @contextmanager
 def all_told_by(name: str) -> Iterator[None]:
-    """Log the messages of level INFO of the library `name` inside the block. Only vLLM's log says how long it loaded,
-    compiled and captured."""
+    """Log the messages of level INFO of the library `name` inside the block. Only vLLM's log has the times of loading,
+    compiling and capturing graphs."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.INFO)

@@ -10,7 +10,7 @@ settings. Weights, `requires_grad` and random generators are not touched. Rollou
 runs a forward pass of the model.
 
 The logits processors here make a sequence depend on its own prompt and seed only. The processors have vLLM's order:
-repetition penalty, temperature, top-k, top-p, draw.
+repetition penalty, temperature, top-k, top-p, sampling.
 
 Shapes: B prompts, P tokens of the longest prompt, V entries of the vocabulary.
 """
@@ -59,7 +59,7 @@ from shared.errors import ConfigError, PromptTooLongError, RolloutError
 from shared.generation import FEWEST_REPEATED, MOST_REPEATED
 
 log = logging.getLogger("learner.rollout")
-NAME = "hf"  # the `base_url` of this backend's call records, which have no server
+NAME = "hf"  # the `base_url` of this backend's call records, because there is no server
 
 
 def logits_processors(
@@ -78,7 +78,7 @@ def logits_processors(
         processors.append(TopKLogitsWarper(decoding.top_k))
     if decoding.top_p < 1.0:
         processors.append(TopPLogitsWarper(decoding.top_p))
-    # transformers would draw the tokens of all sequences from one global generator.
+    # transformers would sample the tokens of all sequences from one global generator.
     processors.append(SeededChoice(seeds, attention_mask.shape[1], decoding.max_new_tokens))
     return processors
 
@@ -100,19 +100,19 @@ class RepetitionPenalty(LogitsProcessor):
 
 
 class SeededChoice(LogitsProcessor):
-    """Draws the next token of each sequence, and gives all other tokens the score -inf, so that greedy search takes the
-    drawn one.
+    """Samples the next token of each sequence, and gives all other tokens the score -inf, so that greedy search takes
+    the sampled token.
 
-    The random number for token i depends only on the sequence's seed and i, not on the device. The drawn token is the
+    The random number for token i depends only on the sequence's seed and i, not on the device. The sampled token is the
     first one whose cumulative probability exceeds this number.
     """
 
     def __init__(self, seeds: Sequence[int], prompt_length: int, max_new_tokens: int) -> None:
         draws = [torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-        self._draws, self._prompt_length = torch.stack(draws), prompt_length  # [B, max_new_tokens], in [0, 1)
+        self._draws, self._prompt_length = torch.stack(draws), prompt_length  # [B, max_new_tokens] from [0, 1)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores that are 0 for the drawn token and -inf for all others. Raises RolloutError if the model's
+        """Return scores that are 0 for the sampled token and -inf for all others. Raises RolloutError if the model's
         logits are not finite."""
         self._draws = self._draws.to(scores.device, torch.float64)  # copied at the first token only
         draw = self._draws[:, input_ids.shape[1] - self._prompt_length, None]
@@ -126,7 +126,7 @@ class SeededChoice(LogitsProcessor):
                 wanted="finite weights",
                 remedy="lower training.learning_rate, and resume from a checkpoint before the loss went wrong",
             )
-        # Rounded probabilities do not add up to exactly 1, so the draw is scaled with their sum.
+        # Rounded probabilities do not add up to exactly 1, so the random number is multiplied by their sum.
         chosen = torch.searchsorted(cumulative, draw * total, right=True)
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
 
@@ -369,7 +369,7 @@ class HfBackend(RolloutBackend):
         """Return one batch's answers: (response token ids, stop token id or None, log-probabilities in nats or None).
         Raises RolloutError if memory is too small."""
         policy = self._policy
-        pad_token_id = self._stop_ids[0]  # fills a sequence after its answer's end, where no token is read
+        pad_token_id = self._stop_ids[0]  # fills the positions after an answer's end, which nothing reads
         try:
             inputs = pad_left(
                 prompts, pad_token_id=pad_token_id, image_token_id=image_token_id(policy.model), device=policy.device
@@ -403,7 +403,7 @@ class HfBackend(RolloutBackend):
             raise self._out_of_memory(len(prompts), error) from error
         new = output[:, inputs["input_ids"].shape[1] :].tolist()
         answers = [read_answer(token_ids, self._stop_ids) for token_ids in new]
-        if stops is not None:  # the padding after an answer that repeats looks like a stop token
+        if stops is not None:  # the padding after an answer that was ended for repetition looks like a stop token
             answers = [(ids, None if repeats(ids, stops.count) else stop) for ids, stop in answers]
         lengths = [len(response) + (stop is not None) for response, stop in answers]
         logprobs = chosen.of(lengths) if chosen is not None else [None] * len(answers)

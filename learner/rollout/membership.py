@@ -1,8 +1,8 @@
 """The rollout servers of a run, which of them serve, and the weights that they serve (D15, R40). Pure.
 
 A `Membership` is immutable: each method returns a new one. Only rank 0 decides on a new membership. At the end of each
-step and of each sync, all ranks adopt it together: this is an agreement (`learner.sync.members`). If a server fails a
-rank, the rank stops using it at once, and reports it at the next agreement.
+step and of each sync, all ranks adopt it together: this is an agreement (`learner.sync.members`). If a server fails on
+one rank, this rank stops using it at once, and reports it at the next agreement.
 
 A server has one of three states:
     serving     it answers requests. Every serving server has got the weights `served` in a completed sync
@@ -33,11 +33,11 @@ class Member:
 
     base_url: str
     group_port: int
-    world_size: int = 0  # number of the server's GPUs; 0: not asked yet
+    world_size: int = 0  # number of the server's GPUs; 0: not known yet
     state: State = "serving"
     since_s: float = 0.0
     because: str = ""
-    failures: int = 0  # failures in a row, without a completed sync between them
+    failures: int = 0  # number of failures since its last completed sync
     is_new: bool = False  # it was added to a running run, and has not served yet
 
 
@@ -61,7 +61,7 @@ class Membership:
 
     @property
     def wanted(self) -> int:
-        """The number of servers that must serve. With fewer the run ends."""
+        """The number of servers that must serve. With fewer servers the run ends."""
         if self.min_servers == "all":
             # A server that was added to the running run does not count before it has served.
             return len(self.serving) + sum(not member.is_new for member in self.out)

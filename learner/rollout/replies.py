@@ -34,7 +34,7 @@ MAX_INFER_S = 600.0
 # The deadline is at least this long, because a weight update or a compilation may delay one call by minutes.
 MIN_INFER_S = 120.0
 PACE_CALLS = 32  # number of last calls whose tokens per second are kept.
-# A call may take so many times the time that it needs at the lowest speed of the last PACE_CALLS calls.
+# The deadline is this factor times the time that a call needs at the lowest speed of the last PACE_CALLS calls.
 PACE_MARGIN = 4.0
 
 _LINE, _LIST = TypeAdapter(AnswerLine), TypeAdapter(list[RolloutOutput])
@@ -94,7 +94,7 @@ def _error_by_status(response: httpx.Response, base_url: str) -> ProjectError:
 
 
 class Pace:
-    """How fast a server answers: for each of the last PACE_CALLS calls, tokens per second of its longest answer."""
+    """A server's speed: for each of the last PACE_CALLS calls, tokens per second of its longest answer."""
 
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=PACE_CALLS)
@@ -118,7 +118,7 @@ class Answers:
 
     def __init__(self, base_url: str, number: int, on_answer: Callable[[int, RolloutOutput], None]) -> None:
         self.number, self.sent_at = number, 0.0
-        self.longest, self.longest_s = 0, 0.0  # tokens of the longest answer; seconds from sending until it came
+        self.longest, self.longest_s = 0, 0.0  # tokens of the longest answer, and seconds until it arrived
         self._base_url, self._on_answer = base_url, on_answer
         self._missing = set(range(number))
 

@@ -27,8 +27,8 @@ DECODING = "custom.extra.rollout_matching.decoding"
 
 
 def sent_pictures(samples: Sequence[Sample], images: Images) -> dict[int, list[str]]:
-    """Return the images of augmented samples as servers get them, by `id(sample)`: altered, and encoded as strings.
-    Each sample's images are made once, on several threads. Raises DataError for a photograph that can't be read."""
+    """Return the altered images of augmented samples, encoded as strings for servers, by `id(sample)`. Each sample's
+    images are made once, on several threads. Raises DataError for a photograph that can't be read."""
     augmented = {id(sample): sample for sample in samples if sample.view is not None}
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(augmented, pool.map(lambda one: _sent(one, images), augmented.values()), strict=True))
@@ -75,8 +75,8 @@ def asks_pixels(share: float, sample: Sample, *, global_step: int) -> bool:
 
 
 def request_config(decoding: DecodingConfig, *, greedy: bool = False, logprobs: bool = False) -> RequestConfig:
-    """Return `decoding` as the settings of a request, without a seed. `greedy`: decode greedily, whatever `decoding`
-    says (for evaluations). `logprobs`: ask for the log-probabilities of the answer's tokens.
+    """Return `decoding` as the settings of a request, without a seed. `greedy`: decode greedily, even if `decoding`
+    samples (for evaluations). `logprobs`: ask for the log-probabilities of the answer's tokens.
 
     Raises ConfigError if vLLM does not have the mode.
     """
@@ -108,7 +108,7 @@ def request_config(decoding: DecodingConfig, *, greedy: bool = False, logprobs: 
 
 
 class Decodings:
-    """The decoding settings of a run's requests: as configured, greedy, or drawn at another temperature. `logprobs`:
+    """The decoding settings of a run's requests: as configured, greedy, or sampled at another temperature. `logprobs`:
     requests with the configured settings ask for log-probabilities. Requests with other settings always ask for them.
 
     Raises ConfigError if vLLM does not have the configured mode."""
@@ -138,8 +138,8 @@ def read_rollout(
     base_url: str,
     logprobs: bool = False,
 ) -> Rollout:
-    """Return one request's rollout. `seed`: the request's seed. `served`: the weights that must have answered; None:
-    any may. `logprobs`: the request asked for log-probabilities.
+    """Return one request's rollout. `seed`: the request's seed. `served`: the weights that must have made the answer;
+    None: any weights. `logprobs`: the request asked for log-probabilities.
 
     Raises RolloutError if the answer's uuid, seed or content is wrong, ServerMismatchError if other weights than
     `served` have answered (R10).

@@ -72,10 +72,10 @@ CLOSE_S = 10.0  # max seconds to close the connections, and then max seconds to 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StreamJob:
-    """What one `stream` generates: its requests, their decoding, and the servers that may answer."""
+    """The work of one `stream`: its requests, their decoding settings, and the servers that may answer."""
 
     asked: Requests
-    requests: Sequence[RolloutInferRequest]  # the requests of `asked` as they are sent
+    requests: Sequence[RolloutInferRequest]  # the requests of `asked`, in the form for servers
     config: RequestConfig
     record: RolloutCallLog
     members: Sequence[Member]  # servers that served when the stream began.
@@ -149,7 +149,7 @@ class ServerBackend(RolloutBackend):
             members=tuple(Member(base_url=e.base_url.rstrip("/"), group_port=e.group_port) for e in entries),
             min_servers=server.min_servers,
         )
-        self._lost: dict[str, str] = {}  # servers that failed this rank since the last agreement, and why
+        self._lost: dict[str, str] = {}  # servers that failed on this rank since the last agreement -> reason
         self._lock = threading.Lock()  # guards `membership`, `_lost` and `_clients`, which several threads use
         self._token, self._vocab_size, self._on_call = token, vocab_size, on_call
         self._clients: dict[str, ServerClient] = {}
@@ -209,8 +209,7 @@ class ServerBackend(RolloutBackend):
     # ---- who serves ------------------------------------------------------------------------------------------------
 
     def usable(self) -> Membership:
-        """Return the membership on which the ranks agreed, without the servers that have failed on this rank since
-        then."""
+        """Return the membership on which the ranks agreed, without the servers that have since failed on this rank."""
         with self._lock:
             return self._without_lost()
 
@@ -222,7 +221,7 @@ class ServerBackend(RolloutBackend):
             # Without another server the original error says more than "too few servers".
             if before.min_servers == "all" or len(before.members) == 1:
                 raise error
-            # The first error is kept. Later errors follow from it.
+            # The first error is kept, because later errors are its consequences.
             self._lost.setdefault(base_url, str(error))
             left = self._without_lost()
         if not left.enough:
@@ -236,8 +235,8 @@ class ServerBackend(RolloutBackend):
             return dict(self._lost)
 
     def adopt(self, membership: Membership, *, told: Collection[str] = ()) -> None:
-        """Use the membership that the ranks agreed on. `told`: URLs of lost servers that this rank had reported to the
-        other ranks; the new membership takes them into account."""
+        """Use the membership that the ranks agreed on. `told`: URLs of lost servers that this rank had reported, and
+        that the new membership takes into account."""
         with self._lock:
             self.membership = membership
             for base_url in told:
@@ -278,7 +277,7 @@ class ServerBackend(RolloutBackend):
         return split_window(window, [ended[i] for i in range(len(ended))])
 
     def _telling(self, rollouts: RolloutStream, number: int) -> Iterator[tuple[int, Rollout]]:
-        """Yield the stream's rollouts, and tell every TELL_S how many of the `number` rollouts have ended."""
+        """Yield the stream's rollouts, and report every TELL_S how many of the `number` rollouts have ended."""
         told_s = time.monotonic()
         for count, ended in enumerate(rollouts, 1):
             if time.monotonic() - told_s > TELL_S:
@@ -370,7 +369,7 @@ class ServerBackend(RolloutBackend):
         plan = distribute(len(job.requests), server_world_sizes=sizes, **place)
 
         def on_rollout(i: int, rollout: Rollout) -> None:
-            # Before the first sync no version is wanted, but all servers must agree.
+            # Before the first sync any version is accepted, but all servers must have the same one.
             _check_version(job.record, rollout)
             on_answer(i, rollout)
 

@@ -1,27 +1,30 @@
-"""Runs Channel-B with rollouts that are made ahead of its steps: the asynchronous actor-learner (R25, R27, D11, D12).
+"""Runs steps of Channel-B (which learn rollouts) with rollouts made before the step: the asynchronous actor-learner
+(R25, R27, D11, D12).
 
-A share is the samples that one step learns, on all ranks (see the module `shares`). On each rank a producer rolls out
-shares while the learner learns, in packs of a few samples. A Channel-B step takes a share whose rollouts are ready on
-all ranks. The step packs the segments of these rollouts into as few rows as possible; all rollouts of a row come from
-one version of the weights. A Channel-A step learns a share that is not rolled out. So both channels use one stream of
-samples, and each sample is learned once per epoch, also across a resume, on any number of ranks. A sample's seed
-follows from its share and its place in that share, however calls and ranks divide the share.
+A share is the samples that one step learns, on all ranks (see the module `shares`). On each rank a producer (a thread,
+see the module `producer`) makes rollouts of coming shares while the learner learns. A pack is the rollouts of a few
+samples. A Channel-B step takes a share whose rollouts are ready on all ranks. The step packs the segments of these
+rollouts into as few rows as possible; all rollouts of a row come from one version of the weights. A step of Channel-A
+learns the ground truth of a share. So both channels use one stream of samples, and each sample is learned once per
+epoch, also across a resume, on any number of ranks. A sample's seed depends only on its share and its index in that
+share, not on how calls and ranks divide the share.
 
 Weights are synced after `sync_every` executed Channel-B steps. A sync comes earlier if rollouts with the served weights
 would be more than `max_update_lag` updates old at the next Channel-B step. With `version_window: 0` only packs made
-since the last sync are learned. A sync that only serves an evaluation makes no pack older. Before a sync each rank
-starts no new call, and waits for its call in flight. If the step has samples to learn meanwhile, it does not wait: the
-sync then runs between two rows of the step, as soon as no call is in flight, or after the last row. Such a sync sends
-the weights from before the step, because weights change only at the step's end.
+since the last sync are learned. A sync for an evaluation does not count in a pack's age. Before a sync each rank starts
+no new call, and waits for its call in flight. If the step has samples to learn meanwhile, it does not wait: the sync
+then runs between two rows of the step, as soon as no call is in flight, or after the last row. Such a sync sends the
+weights from before the step, because weights change only at the step's end.
 
-A scheduled Channel-B step may find no share that is ready on all ranks. Such a step runs Channel-A on two conditions:
-the rollouts in the making can still be learned later, and the producers have other shares to roll out meanwhile.
-Otherwise the step waits for the rollouts, because the next steps would not find them either. The run ends after
-`max_starved_steps` scheduled Channel-B steps in a row that ran Channel-A. With `b_ratio: 1` every step waits.
+A scheduled Channel-B step may find no share that is ready on all ranks. Such a step runs Channel-A if two conditions
+hold: a later step can still learn the unfinished rollouts, and the producers can make rollouts of other shares
+meanwhile. Otherwise the step waits for the unfinished rollouts, because later steps would find no rollouts either. The
+run ends after `max_starved_steps` scheduled Channel-B steps in a row that ran Channel-A. With `b_ratio: 1` every step
+waits.
 
 Invariants: the invariants of the module `shares` hold; every rank enters a fence (a block in which its producer makes
-no call), or no rank does; all ranks learn the same share. The producer's thread has its own encoder, so it shares
-nothing with the learning thread.
+no call), or no rank does; all ranks learn the same share. The producer's thread has its own encoder, so the two threads
+have no data in common.
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ class StarvedError(DeadlineError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """How many samples a pack and a generation call have on one rank."""
+    """The number of samples in a pack, and in a generation call, of one rank."""
 
     samples_per_pack: int
     call_size: int
@@ -112,7 +115,7 @@ def common(ready: Sequence[Outlook]) -> set[int]:
 
 
 class Stage2Ahead(Stage2Steps):
-    """The steps of stage 2 whose rollouts are made ahead of learning. `reader` reads shares for the producer.
+    """The steps of stage 2 whose rollouts are made ahead of learning. `reader` reads samples for the producer.
     `capacity`: number of samples that the servers decode at once for this rank. `deadline_s`: longest wait for a call
     in flight. `deadline_s` is shorter than the time that ranks wait for each other."""
 
@@ -136,7 +139,7 @@ class Stage2Ahead(Stage2Steps):
         self._sizes = Sizes.of(samples_per_pack=samples_per_pack, packs_per_step=packs, capacity=capacity)
         self._shares = Shares(parts.batches.left, b_ratio=parts.b_ratio, total_steps=total_steps)
         self._producer: Producer | None = None  # None: before the first sync
-        self._synced_at = 0  # optimizer updates in the weights that the servers have
+        self._synced_at = 0  # number of optimizer updates in the weights of the servers
         self._next_step = 0
         self._share_of_step = 0
         # Number of Channel-B steps. The count begins at the limit, so that a sync is due before the first step.
@@ -149,8 +152,8 @@ class Stage2Ahead(Stage2Steps):
 
     def wants_sync(self, global_step: int) -> bool:
         """Return True if a sync is due: `sync_every` Channel-B steps have passed, or rollouts by the served weights
-        would be too old in the next Channel-B step. Return False if rollouts by the present weights would be too old in
-        that step too, because a sync would not help."""
+        would be too old in the next Channel-B step. In the second case return False if rollouts by the present weights
+        would be too old too, because a sync would not help."""
         next_b = self._shares.next_b(global_step)
         if next_b is None or self._too_far(next_b, global_step):
             return False
@@ -163,7 +166,7 @@ class Stage2Ahead(Stage2Steps):
         if self._producer is None or self.is_quiet():
             return False
         # `is_quiet` has requested the fence, so no rank starts a new call. `is_quiet` is called again between two rows.
-        # Without postponing, steps of 4 to 6 s stood still for 0.5 to 3 s until the call had ended.
+        # Without postponing, steps of 4 to 6 s waited 0.5 to 3 s for the call.
         if scheduled_channel(global_step, self._parts.b_ratio) == "A":
             self._is_postponed = True
         else:
@@ -179,8 +182,8 @@ class Stage2Ahead(Stage2Steps):
     def fence(self) -> Iterator[Fence]:
         """Enclose work during which no rank has a call in flight. Collective. The producer starts after the first fence
         in which the weights were synced."""
-        # If a Channel-B step is learned while this sync waits, this sync does not send its update. So the step counts
-        # for the next sync.
+        # This sync does not send the update of a step that is learned while the sync waits. So that step counts for the
+        # next sync.
         producer, counts = self._producer, self._learned_since_sync > self._learned_meanwhile
         with ExitStack() as stack:
             fences = [Fence()]  # this fence is used before the first sync, when no producer exists
@@ -252,8 +255,7 @@ class Stage2Ahead(Stage2Steps):
         return choice.decision
 
     def _ready(self, global_step: int) -> Outlook:
-        """Return which shares this rank has rolled out, and which it can still roll out (`Outlook`). Complete shares of
-        other epochs are left out."""
+        """Return the state of this rank's rollouts (`Outlook`). Complete shares of other epochs are left out."""
         if self._producer is None:
             return NOTHING
         self._want(global_step)
@@ -268,8 +270,8 @@ class Stage2Ahead(Stage2Steps):
 
     def _choose(self, global_step: int, ready: Sequence[Outlook]) -> StepChoice | None:
         """Return the channel and the share of the step. If shares have rollouts on all ranks, Channel-B learns the
-        share with the oldest rollouts. Otherwise Channel-A learns a share as ground truth. Return None if the step must
-        wait for rollouts instead."""
+        share with the oldest rollouts. Otherwise Channel-A learns the ground truth of a share. Return None if the step
+        must wait for rollouts instead."""
         shares = common(ready)
         decision = decide_channel(global_step, self._parts.b_ratio, feasible=bool(shares))
         if decision.channel == "B":
@@ -285,8 +287,8 @@ class Stage2Ahead(Stage2Steps):
         rollouts useless."""
         if not any(one.is_making for one in ready):
             return False
-        # All producers were idle for a time, so they began to roll out this share late. If the step did not wait, they
-        # would begin every later share late too.
+        # All producers were idle for a time, so they began this share's rollouts late. If the step does not wait, they
+        # will begin every later share late too.
         if all(one.stood_still for one in ready):
             return True
         bounds = self._bounds
@@ -294,8 +296,8 @@ class Stage2Ahead(Stage2Steps):
         # have nothing else to do, so waiting for them loses nothing.
         if self._parts.b_ratio == 1 or bounds.version_window == 0 or not all(one.goes_on for one in ready):
             return True
-        # If this step ran Channel-A, the share `given_up` would be learned as ground truth, and its rollouts, already
-        # begun, would be made in vain.
+        # If this step ran Channel-A, the labels of the share `given_up` would be learned, and its rollouts, already
+        # begun, would be dropped.
         if any(self._shares.given_up(global_step, self._epoch) in one.begun for one in ready):
             return True
         # Until the next sync all rollouts come from the weights that are served now, or from older weights.
@@ -305,7 +307,8 @@ class Stage2Ahead(Stage2Steps):
         return last is None or self._too_far(last, made_at)
 
     def _want(self, step: int) -> None:
-        """Tell the producer which shares to roll out: those of the Channel-B steps from the next step, `step`, on."""
+        """Tell the producer which shares to roll out: the shares of the Channel-B steps from `step` (the next step)
+        on."""
         assert self._producer is not None
         bounds = self._bounds
         through = None if bounds.max_update_lag is None else self._synced_at + bounds.max_update_lag
@@ -326,8 +329,8 @@ class Stage2Ahead(Stage2Steps):
     # ---- both channels ---------------------------------------------------------------------------------------------
 
     def _next_batch(self) -> MicroBatch:
-        """Return the samples that Channel-A learns in this step. Also start to encode the samples that it will probably
-        learn next."""
+        """Return the samples that Channel-A learns in this step. Also start to encode the samples that Channel-A will
+        probably learn next."""
         share, batches = self._share_of_step, self._parts.batches
         behind = [other for other in batches.left(self._epoch) if other > share][:LOOK_AHEAD]
         batch = batches.take(share, then=behind)
@@ -336,7 +339,7 @@ class Stage2Ahead(Stage2Steps):
         return batch
 
     def _channel_b(self) -> Generator[PackedRow]:
-        """Yield the rows of the step's rollouts. The rollouts are ready, so the clock's phase `wait` is short."""
+        """Yield the rows of the step's rollouts. They are ready, so the clock's phase `wait` is short."""
         producer = self._producer
         assert producer is not None, "Channel-B before the first sync"
         with self._clock.phase("wait"):
@@ -393,8 +396,8 @@ class Stage2Ahead(Stage2Steps):
         return Producer(queue, stages, deadline_key=DEADLINE_KEY, close_s=CLOSE_S)
 
     def _roll_out(self, call: Call, part: MicroBatch) -> list[Segment]:
-        """Return the segments of a call. A sample's seed follows from the number of its share, which only one step
-        learns, and from its place among all ranks' samples of that share."""
+        """Return the segments of a call. A sample's seed depends on the number of its share, and on its index among all
+        ranks' samples of that share."""
         step = MicroStep(samples=part.samples, micro_step_idx=AHEAD_OF_STEPS, first_req_idx=part.first_req_idx)
         clock = PhaseClock()  # the trainer's clock belongs to the thread that learns
         return self._parts.rollouts.segments(step, part.prompts, global_step=call.share, clock=clock)

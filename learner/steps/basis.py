@@ -1,7 +1,7 @@
 """The parts of a run that all other parts need: configuration, ranks, policy, task, samples.
 
-`learner.wiring` makes each part once, and all users share the object. So when labels are completed in the list
-`data.train`, all users see them.
+`learner.wiring` makes each part once, and all users share the object. So when labels are added to the samples in
+`data.train`, all users see the new labels.
 """
 
 from __future__ import annotations

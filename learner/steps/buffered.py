@@ -39,7 +39,7 @@ class BufferedSteps(FreshSteps):
     def __init__(self, repeater: WindowRepeater, *args: Any, **settings: Any) -> None:
         super().__init__(repeater, *args, **settings)
         self._repeater = repeater
-        self._window: int | None = None  # number of the window whose rows are kept; None: no rows are kept
+        self._window: int | None = None  # number of the window whose rows are kept; None: no rows
         self._kept: list[KeptRows] = []
         self._due_before: list[str] = []  # ids of the samples that earlier windows carried into this one
         self._made_at = 0  # `global_step` at which the window's rollouts were made
@@ -73,7 +73,7 @@ class BufferedSteps(FreshSteps):
         self._metrics = {
             "rollout_buffer/window": float(self._repeater.next_step.window),
             "rollout_buffer/m_step": float(self._repeater.next_step.m_step),
-            "rollout_buffer/rollout_age": float(self._global_step - self._made_at),  # updates since they were made
+            "rollout_buffer/rollout_age": float(self._global_step - self._made_at),  # updates since the rollouts
         }
 
     def _rows(self, batch: MicroBatch, micro_step_idx: int) -> list[PackedRow]:
@@ -83,7 +83,7 @@ class BufferedSteps(FreshSteps):
             self._kept.append(KeptRows(fingerprint=batch.fingerprint, rows=rows))
         self._check(batch, micro_step_idx)
         with self._clock.phase("pack"):
-            # The rows are copied, so that what a step does to them does not reach the window's next step.
+            # The rows are copied, because a step may change its rows, and the window's next step needs them unchanged.
             return [copy_row(row) for row in self._kept[micro_step_idx].rows]
 
     def _due_on_resume(self) -> list[str]:
@@ -107,7 +107,7 @@ class BufferedSteps(FreshSteps):
 
 def copy_row(row: PackedRow) -> PackedRow:
     """Return a copy of `row`. Only the arrays of `policy` are shared with `row`, because the first pass writes values
-    into them that all copies need."""
+    into these arrays that all copies need."""
     return replace(row, segments=tuple(_copy_segment(segment) for segment in row.segments))
 
 

@@ -6,8 +6,8 @@ Each completion writes the labels that it added to `labels/step_N.json` in the r
 are also written as annotations, in the format of the annotation file.
 
 Invariants: every rank has the same labels. Annotated labels stay. Each completion starts from the annotated labels, not
-from the last completion. A step completes labels at most once. A run resumed from step n has the labels that it had at
-step n, and the files of later steps are removed. No sample grows longer than a packed row.
+from the last completion. A step completes labels at most once. A run resumed from step n has the labels of step n, and
+the files of later steps are removed. No sample grows longer than a packed row.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ class Completion:
     """The result of completing the labels once."""
 
     global_step: int
-    ver: int  # version of the weights that answered
-    rollouts: int  # answers to each sample
+    ver: int  # version of the weights that made the answers
+    rollouts: int  # number of answers to each sample
     accept: str  # the rule that accepts labels (`labels.complete.accept`)
     min_votes: int | None  # min number of answers that must agree on a new label; None: nothing was completed
     why: str  # reason why nothing was completed; empty otherwise
     added: int  # number of labels added
     labels: int  # number of annotated labels
-    samples: int  # samples with at least one more label
-    left_out: int  # labels that would have made a sample longer than a packed row
+    samples: int  # number of samples that got labels
+    left_out: int  # number of labels not added, because the sample would not fit a packed row
     right: float | None  # estimated fraction of the added labels that are right; None: not known
     estimate: CompletionEstimate
 
@@ -177,7 +177,7 @@ class LabelCompletion:
         # The record is put into a tuple, because `broadcast_object` does not accept None.
         (stored,) = self._ranks.broadcast_object((self._newest(global_step, beside) if self._ranks.is_main else None,))
         if stored is None:
-            return  # the run had not completed labels by then
+            return  # the run had not completed labels before that step
         added: Mapping[str, Any] = stored["samples"]
         for i, sample in enumerate(self._samples):
             extra = map(read_label, added.get(sample.sample_id, {}).get("objects", ()))
@@ -190,8 +190,8 @@ class LabelCompletion:
 
     def _candidates(self, annotated: Sequence[Sample], global_step: int) -> list[_Looked]:
         """Return the label candidates of each sample, in order, with the pixels of the free candidates (candidates that
-        overlap no label). The samples are handled in parts: each rank asks for answers to some samples of a part, then
-        all ranks exchange their results."""
+        overlap no label). The samples are divided into parts. Each rank gets the answers to some samples of a part, and
+        then the ranks exchange their results."""
         found: list[_Looked] = []
         share_of_labels = share_of(sum(len(sample.objects) for sample in annotated))
         size = _AT_ONCE * self._ranks.world_size

@@ -41,7 +41,7 @@ from shared.errors import MediaError
 from shared.images import ImageRules, Images
 
 _OBJECTS = ("truth", "ignored", "predictions")
-NUM_PICTURES, MAX_SIDE = 4, 640  # max pictures per evaluation that trackers get, and max pixels of a picture's side
+NUM_PICTURES, MAX_SIDE = 4, 640  # max pictures per evaluation for trackers, and max pixels of a picture's side
 TRUTH, PREDICTED = (0, 150, 60), (230, 90, 0)
 _NAME_CHARS = 200  # max characters of an image string in which a file name is looked for: it may be a base64 image
 
@@ -62,7 +62,7 @@ class Evaluation:
 class Evaluations:
     """The evaluations of a run. Methods are collective; `step` is the number of updates in the present weights.
 
-    `backend` None: nothing is ever scored. `gaps`: metrics for labels with gaps (objects without a label); None: no
+    `backend` None: the run has no evaluations. `gaps`: metrics for labels with gaps (objects without a label); None: no
     such metrics."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Evaluations:
         self._basis, self.backend, self._source, self._syncs = basis, backend, source, syncs
         self._stop, self._journal, self._gaps = stop, journal, gaps
         self._last: Evaluation | None = None  # the evaluation of `step`
-        self._calibration: tuple[int, str | None] | None = None  # a step, and the calibration fitted on its evaluation
+        self._calibration: tuple[int, str | None] | None = None  # (step, the calibration fitted on its evaluation)
 
     def evaluate(self, step: int) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """Score the evaluation samples and the samples of `data.retain`. Return two mappings: the metrics of the
@@ -164,7 +164,7 @@ class Evaluations:
 
     def calibration(self, step: int) -> str | None:
         """Return the calibration of the scores that the weights of `step` give, fitted on `data.val`. None: these
-        weights were not evaluated there, or the answers are too few to fit."""
+        weights were not evaluated on `data.val`, or there are too few answers for a fit."""
         if self._basis.config.data.val is None or self._last is None or self.step != step:
             return None
         if self._calibration is None or self._calibration[0] != step:
@@ -183,8 +183,8 @@ def evaluate(
     calibrated: Callable[[Sequence[object]], Sequence[object]] | None = None,
 ) -> Evaluation:
     """Roll out `samples` greedily, each rank a part of them, and score all together. `calibrated` returns all
-    assignments with calibrated scores of their predictions; None: scores follow from the probabilities of the tokens.
-    Raises RewardError if a reward function fails."""
+    assignments with calibrated scores of their predictions; None: scores are computed from the probabilities of the
+    tokens. Raises RewardError if a reward function fails."""
     share = -(-len(samples) // ranks.world_size)
     mine = samples[ranks.rank * share : (ranks.rank + 1) * share]
     rollouts = backend.generate(
@@ -208,9 +208,9 @@ def evaluate(
 class GapMetrics:
     """F1 of evaluations whose labels have gaps (objects without a label; R49, D22): the estimate `ESTIMATED`, and F1
     for the fewest and for the most objects that are plausible. The first evaluation of a run decides whether the labels
-    have gaps and how many objects there may be. The first evaluation also estimates how often boxes are right. Later
-    evaluations begin their estimates with this one. `file` keeps the first evaluation's decisions for a resume, so that
-    all values of a run are comparable."""
+    have gaps and how many objects there may be. It also estimates how often boxes are right. Later evaluations start
+    from this estimate. `file` keeps the first evaluation's decisions for a resume, so that all values of a run are
+    comparable."""
 
     def __init__(
         self, samples: Sequence[Sample], open_image: Open, ranks: Ranks, file: Path, audited: Sequence[AuditedFind]
@@ -252,7 +252,7 @@ class GapMetrics:
             return {}
         least, most = self._objects
         return {
-            # The geometric mean is the middle of a range that is known up to a factor.
+            # The middle of a range between two factors is their geometric mean.
             ESTIMATED: score.f1((least * most) ** 0.5),
             "estimated_f1_low@0.5": score.f1(most),
             "estimated_f1_high@0.5": score.f1(least),
@@ -324,8 +324,8 @@ def _line(rollout: Rollout, scene: Mapping[str, object], counts: Mapping[str, fl
 
 def draw_scenes(evaluation: Evaluation, rules: ImageRules) -> list[tuple[str, Image.Image]]:
     """Return (sample id, picture) of the first NUM_PICTURES scenes with a readable image, with the ground truth in
-    green and predictions in orange. A picture has at most MAX_SIDE pixels a side; several images of a scene stand side
-    by side. The report's own pictures also show which predictions are right."""
+    green and predictions in orange. A picture has at most MAX_SIDE pixels a side; several images of a scene are put
+    side by side. The report's own pictures also show which predictions are right."""
     images = Images(rules)
     drawn: list[tuple[str, Image.Image]] = []
     for rollout, scene in zip(evaluation.rollouts, evaluation.scenes, strict=True):

@@ -2,12 +2,13 @@
 
     Sample x K -> Rollout x K -> rewards -> advantages -> Segment x K
 
-A sample comes K = `num_generations` times in a row (`data.batches`), and the K places are its group. Servers, syncs,
-packing and ranks are used in the same way as for other rollouts. A segment is the prompt and the rollout's own tokens,
-with the stop token. The labels of a segment are the rollout's tokens, and each token has an advantage
-(`target.advantages`) and the log-probability with which it was drawn. The loss is `policy.policy_gradient`.
+A sample occurs K = `num_generations` times in a row in the data (`data.batches`). These K places, and their K rollouts,
+are its group. Servers, syncs, packing and ranks are used in the same way as for other rollouts. A segment is the prompt
+and the rollout's own tokens, with the stop token. The labels of a segment are the rollout's tokens, and each token has
+an advantage (`target.advantages`) and the log-probability with which it was sampled. The loss is
+`policy.policy_gradient`.
 
-Invariants: one segment per place, in order. A group is scored when all of its rollouts have ended, so a stream yields
+Invariants: one segment per rollout, in order. A group is scored when all of its rollouts have ended, so a stream yields
 a group's segments together. Advantages do not depend on micro-batches or ranks (D21): `advantage: batch` subtracts the
 mean over the whole step on all ranks, which is computed before the first segment is made.
 
@@ -17,11 +18,12 @@ the group's other rollouts (arXiv:2402.14740); the result is the advantage of `g
 mean of all rollouts of the optimizer step, on all ranks.
 
 With `credit: object` each object gets an advantage. After j of its n objects an answer has earned the reward V[j]. The
-answer's reward to go is what it earns later: V[n] - V[j]. After the answer is closed, the reward to go is 0. The
-baseline at place j is the mean reward to go of the group's other answers that have at least j objects. This mean does
-not depend on the answer itself, so it favours no token. If no other answer has so many objects, the advantage is 0: the
-longest answer of a group learns nothing from its last objects. An object without reward is made less likely if other
-answers earned a reward at its place. Closing the answer is made less likely if other answers went on and earned more.
+answer's reward to go is the reward that it earns later: V[n] - V[j]. After the answer is closed, the reward to go is 0.
+The baseline after j objects is the mean reward to go of the group's other answers that have at least j objects. This
+mean does not depend on the answer itself, so it favours no token. If no other answer has that many objects, the
+advantage is 0: the longest answer of a group learns nothing from its last objects. An object without reward is made
+less likely if other answers earned a reward after as many objects. Closing the answer is made less likely if other
+answers continued and earned more.
 """
 
 from __future__ import annotations
@@ -131,8 +133,8 @@ class GroupSource(RolloutSource):
             has_signal = any((np.abs(tokens) > _ROUNDING).any() for tokens in per_token)
             deviation = float(np.std([one.reward for one in group]))
             counts = {GROUPS: 1.0, NO_SIGNAL: float(not has_signal), REWARD_STD: deviation}
-            # The group's counts go to its first segment only, because statistics of segments are added up over the
-            # step.
+            # Only the group's first segment gets the group's counts, because the statistics of all segments are added
+            # up.
             segments[0] = replace(segments[0], stats={**segments[0].stats, **counts})
             found += segments
             if self._on_group is not None:
@@ -189,7 +191,7 @@ class GroupSource(RolloutSource):
         with clock.phase("target"):
             groups = self._scored.pop((global_step, step.micro_step_idx), None)
             step_mean = self._step_mean
-            if groups is None:  # no window was begun: this micro-step is all that the step learns
+            if groups is None:  # no window was begun, so the step learns only this micro-step
                 groups = self._groups(rollouts)
                 step_mean = self._mean_of_step(groups) if self.grpo.advantage == "batch" else 0.0
             return self._reinforced(groups, prompts, step_mean)
@@ -256,6 +258,6 @@ def object_advantages(values: Sequence[NDArray[np.float64]]) -> list[NDArray[np.
     came = ~np.isnan(to_go)
     others = came.sum(axis=0) - came
     totals = np.nansum(to_go, axis=0) - np.where(came, to_go, 0.0)
-    # Where no other answer has as many objects, `out` makes the advantage 0.
+    # If no other answer has as many objects, `out` makes the advantage 0.
     expected = np.divide(totals, others, out=np.where(came, to_go, 0.0), where=others > 0)
     return [(row - wanted)[: len(value)] for row, wanted, value in zip(to_go, expected, values, strict=True)]

@@ -2,12 +2,13 @@
 
 There are two ways. In the simple way, all samples of the rank are rolled out, and then learned. With servers and
 packing, rows are learned while other samples are rolled out (D9). A second thread makes a segment of each rollout when
-the rollout ends. The learning thread takes each row as soon as the row is closed. Both ways number a step's requests
-over all ranks. So a sample has the same seed, and therefore the same rollout, in both ways and on any number of ranks.
+the rollout ends. The learning thread takes each row as soon as the row is closed. In both ways a step's requests are
+numbered over all ranks. So a sample has the same seed, and therefore the same rollout, in both ways and on any number
+of ranks.
 
-Any number of finished segments may wait for the learning thread, so no server waits for the learner. Which segments
-share a row depends on the order in which rollouts end, unless `training.deterministic` is set. Which samples a step
-learns does not depend on this order.
+Finished segments wait in an unlimited queue, so no server waits for the learner. Which segments share a row depends on
+the order in which rollouts end, unless `training.deterministic` is set. Which samples a step learns does not depend on
+this order.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ class Stage2InStep(Stage2Steps):
         return check
 
     def _rank_metrics(self) -> RankMetrics:
-        """Return how long the step's rollouts took. Rows are learned during most of that time. Without `overlap` the
-        metrics are empty."""
+        """Return the seconds of the step's rollouts, during most of which rows are learned. Without `overlap` there are
+        no metrics."""
         if self._overlap is None:
             return RankMetrics()
         calls, self._calls = self._calls, CallTotals()
@@ -129,7 +130,7 @@ class StepRollouts:
 
     def __init__(self, segments: SegmentStream, rows: ArrivingRows, *, check: Callable[[int, Segment], None]) -> None:
         self._segments, self._rows, self._check = segments, rows, check
-        self._changed = threading.Condition()  # guards the rows and the fields below
+        self._changed = threading.Condition()  # lock of `_rows` and of the fields below, which two threads use
         self._ended = False
         self._error: BaseException | None = None
         self._began = time.perf_counter()
@@ -143,7 +144,8 @@ class StepRollouts:
         Raises DeadlineError, or the error that ended the rollouts.
         """
         with self._changed:
-            # An end without a closed row must also wake the learning thread, because it may be an error.
+            # The learning thread must also wake if the rollouts end without a closed row, because the cause may be an
+            # error.
             arrived = wait_for(self._changed, lambda: self._ended or self._rows.closed, deadline_s)
             if self._error is not None:
                 raise self._error
@@ -184,8 +186,8 @@ class StepRollouts:
             for place, segment in self._segments:
                 self._check(place, segment)
                 with self._changed:
-                    # Waiting segments need no limit: there is at most one for each of the rank's samples in this step,
-                    # and the samples' prompts are in memory anyway.
+                    # The number of waiting segments needs no limit: it is at most the number of the rank's samples in
+                    # this step, and the samples' prompts are in memory anyway.
                     self._rows.add(place, segment)
                     self._changed.notify_all()
         # An error of any type is kept, and `next_row` raises it in the thread that learns.

@@ -113,8 +113,8 @@ def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
 
 def fullest_with_first(lengths: Sequence[int], capacity: int, num_first: int = 1) -> list[int]:
-    """Return the indices of the lengths that fill a row best: the first `num_first` lengths, and as many of the others
-    as bring the sum closest to `capacity` without exceeding it.
+    """Return the indices of the lengths that fill a row best: the first `num_first` lengths, and the subset of the
+    others that brings the sum closest to `capacity` without exceeding it.
 
     The result is exact: each reachable sum is a bit of one integer, so an item costs one shift. Of several choices with
     the same sum, the one with earlier items is returned, so that old segments are learned first.
@@ -140,17 +140,17 @@ class ArrivingRows:
 
     A row is closed as soon as FIFO would close it, or when the last segment has arrived. The row has FIFO's segments,
     and those other arrived segments that fill it best. FIFO would put these other segments into later rows, so there
-    are never more rows than with FIFO. The segments that are left when the last one arrives are packed together.
+    are never more rows than with FIFO. The segments that remain when the last one arrives are packed together.
     `in_order`: segments are taken in the order of requests, not of arrival, so that equal segments give equal rows.
     """
 
     def __init__(self, capacity: int, *, number: int, in_order: bool = False, share_prompts: bool = False) -> None:
         self._capacity, self._number, self._in_order = capacity, number, in_order
         self._share_prompts = share_prompts
-        self._early: dict[int, Segment] = {}  # `in_order`: segments that wait for the segment at place `_next`
+        self._early: dict[int, Segment] = {}  # with `in_order`: segments that wait for the segment `_next`, by place
         self._next = 0
         self._waiting: list[Segment] = []
-        self._last: deque[PackedRow] = deque()  # rows of the segments that were left when the last one arrived
+        self._last: deque[PackedRow] = deque()  # rows of the segments that remained when the last one arrived
         self.num_arrived = 0
 
     @property
@@ -172,7 +172,7 @@ class ArrivingRows:
         """True if `take` would return a row now."""
         if self.complete:
             return bool(self._last or self._waiting)
-        # From this sum on, FIFO's first row is full or the next segment does not fit, so the row is known.
+        # With this sum FIFO's first row is full, or the next segment does not fit. So the content of the row is known.
         return sum(map(group_tokens, self._units())) >= self._capacity
 
     def take(self) -> PackedRow | None:
@@ -186,7 +186,7 @@ class ArrivingRows:
             return self._last.popleft()
         units = self._units()
         lengths = [group_tokens(unit) for unit in units]
-        # FIFO's segments are always taken, so the oldest segment never waits for another row.
+        # FIFO's segments are always taken, so the oldest segment is always in the next row.
         chosen = fifo(lengths, self._capacity)[0]
         if not self._in_order:
             chosen = fullest_with_first(lengths, self._capacity, len(chosen))

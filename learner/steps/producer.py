@@ -10,7 +10,7 @@ segments in packs (a few segments each) until they are learned.
         fence.synced(sync_and_broadcast_ver(), updates=step)
 
 The producer makes one generation call after another, and never waits between them. When no call is permitted, its
-thread ends. Taking a share or opening a fence permits calls again, and starts a new thread.
+thread ends. Taking a share or ending a fence permits calls again, and starts a new thread.
 
 Invariants: the invariants of `ShareQueue` hold, and a lock guards the queue. A call makes one segment for each of its
 samples, in order, with the weights that the servers have now; otherwise it raises RolloutError. After the first error,
@@ -109,8 +109,8 @@ class Producer:
     ) -> None:
         self._queue, self._stages = queue, stages
         self._deadline_key, self._close_s, self._clock = deadline_key, close_s, clock
-        self._changed = threading.Condition()  # guards everything below and the queue
-        self._segments: dict[int, list[Segment]] = {}  # keys are pack indices
+        self._changed = threading.Condition()  # lock of the queue and of the fields below
+        self._segments: dict[int, list[Segment]] = {}  # pack index -> the pack's segments
         # None: no thread runs, because no call is permitted.
         self._thread: threading.Thread | None = None
         self._call_started_s = 0.0
@@ -214,7 +214,7 @@ class Producer:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Let no further call start, and return at once. To be called before the backend is closed."""
+        """Prevent further calls, and return at once. Must be called before the backend is closed."""
         with self._changed:
             self._queue.stop()
             self._changed.notify_all()

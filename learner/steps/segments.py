@@ -1,4 +1,4 @@
-"""Makes segments (token sequences to learn) of samples: one segment per sample, in order; nothing is skipped.
+"""Makes segments (token sequences to learn) of samples: one segment per sample, in order, without gaps.
 
 `GroundTruthSource` teaches the ground truth (trainer variant `sft`, Channel-A). `RolloutSource` runs the stages
 Sample -> Rollout -> ParsedRollout -> Assignment -> Segment (`rollout_matching_sft`, Channel-B).
@@ -21,13 +21,13 @@ from shared.pixels import ImageProcessing
 
 
 class SegmentSource(Protocol):
-    """Makes a segment of each sample. Subclasses make it of the ground truth or of rollouts."""
+    """Makes a segment of each sample. Subclasses use the ground truth or rollouts."""
 
     channel: Channel
     needs_rollouts: bool
 
     def begin_window(self, window: Sequence[MicroStep], *, global_step: int, clock: PhaseClock) -> None:
-        """Roll out several micro-steps together. `window`: all micro-steps for which `segments` is called before the
+        """Roll out several micro-steps together. `window`: all micro-steps whose `segments` are needed before the
         weights change. Sources without rollouts do nothing."""
         return
 
@@ -43,7 +43,7 @@ class SegmentStream:
     iterates, once. The iteration raises the error that ended the rollouts."""
 
     def __init__(self, rollouts: RolloutStream, segments: Iterator[tuple[int, Segment]]) -> None:
-        """`segments` are made of `rollouts`, by the thread that iterates."""
+        """`segments` makes them of `rollouts` on the thread that iterates."""
         self._rollouts, self._segments = rollouts, segments
 
     def __iter__(self) -> Iterator[tuple[int, Segment]]:
@@ -96,7 +96,7 @@ class RolloutSource(SegmentSource):
         self._backend, self._task, self._rewards, self._loss = backend, task, rewards, loss
         self._check = PromptCheck(decode=rewards.tokenizer.decode, image_processing=image_processing)
         self._on_answer = on_answer
-        self._made: dict[tuple[int, int], list[Rollout]] = {}  # keys are global_step and micro_step_idx
+        self._made: dict[tuple[int, int], list[Rollout]] = {}  # (global_step, micro_step_idx) -> rollouts
 
     def begin_window(self, window: Sequence[MicroStep], *, global_step: int, clock: PhaseClock) -> None:
         with clock.phase("rollout"):

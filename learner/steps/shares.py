@@ -3,11 +3,11 @@ Pure: no threads, no clock.
 
 A share is the samples of one optimizer step, on all ranks. An epoch's samples are cut, in order, into shares. A step
 learns its share from ground-truth answers (Channel-A) or from rollouts (Channel-B). So a sample is learned once per
-epoch, even if its rollouts are dropped or the run is interrupted. `Shares` says which share a step learns. The answer
+epoch, even if its rollouts are dropped or the run is interrupted. `Shares` says which share a step learns. This choice
 depends only on the schedule and on the shares learned before, so all ranks agree without communication. An epoch has a
 list of shares that are not learned yet. The first shares of this list are for the scheduled Channel-B steps, the others
 for Channel-A. If a Channel-B step finds no rollouts, it learns one of the shares for Channel-A. Unfinished rollouts are
-then learned by a later step. In exchange, the last share for Channel-B (`given_up`) is learned as ground truth, by this
+then learned by a later step. In exchange, the labels of the last share for Channel-B (`given_up`) are learned, by this
 step or a later one.
 
 `ShareQueue` is one rank's queue of rollouts. The queue says which generation call may start. Around a weight sync no
@@ -24,12 +24,12 @@ are sent, no rank has a call in flight or starts one.
 
 Invariants, after every event:
 - no place of a share has two rollouts, queued or in flight. If a place's rollout is dropped, the place is rolled out
-  again, or learned as ground truth;
+  again, or its labels are learned;
 - all rollouts of a pack come from one version of the weights, because no call spans two versions. Every queued pack is
   at most `version_window` syncs old (`ServedVersion.syncs`), and `take` returns no pack that is more than
   `max_update_lag` updates old;
 - the queue holds at most `keep_at_most` packs;
-- every rank completes the most urgent share, whatever else it drops. So this share becomes ready on all ranks;
+- every rank completes the most urgent share, even if it drops other packs. So this share becomes ready on all ranks;
 - `failed` and `stopped` are final, keep the first cause, and make every later request raise it.
 """
 
@@ -60,7 +60,7 @@ class Shares:
 
     def of_b(self, step: int, epoch: int, *, through: int | None, most: int | None) -> list[int]:
         """Return the shares whose rollouts the scheduled Channel-B steps from `step` to `through` (None: the run's
-        last) will learn: lowest first, at most `most` shares."""
+        last) will learn: in ascending order, at most `most` shares."""
         stop = self._total_steps if through is None else min(through + 1, self._total_steps)
         found: list[int] = []
         while step < stop and (most is None or len(found) < most):
@@ -70,21 +70,21 @@ class Shares:
         return found[:most]
 
     def of_a(self, step: int, epoch: int) -> int:
-        """Return the share that `step` learns as ground truth. Each scheduled Channel-B step needs one of the shares
-        that are left; return the first share after those, or the last share if none is left over."""
+        """Return the share whose labels `step` learns. Each remaining scheduled Channel-B step needs one of the
+        remaining shares; return the first share after these, or the last share if there is none."""
         left = self._left(epoch)
         num_b = self._num_b(step, min(step + len(left), self._total_steps))
         return left[min(num_b, len(left) - 1)]
 
     def given_up(self, step: int, epoch: int) -> int:
         """Return the last of the epoch's shares for Channel-B. If `step`, a scheduled Channel-B step, finds no
-        rollouts, this share is learned as ground truth instead of as rollouts."""
+        rollouts, the labels of this share are learned instead of its rollouts."""
         left = self._left(epoch)
         return left[self._num_b(step, min(step + len(left), self._total_steps)) - 1]
 
     def next_b(self, step: int, *, behind: int = 0) -> int | None:
-        """Return the first scheduled Channel-B step from `step` on, after skipping `behind` such steps. Return None if
-        the run has no such step left."""
+        """Return the first scheduled Channel-B step from `step` on, after skipping `behind` such steps; None if the run
+        ends before."""
         if self._ratio == 0:
             return None
         found = math.ceil((math.floor(step * self._ratio) + 1 + behind) / self._ratio) - 1
@@ -99,8 +99,7 @@ class Shares:
 
 
 class PipelineStoppedError(ProjectError):
-    """The queue was used after it was stopped: it was asked for packs, or for a fence (a time in which no call may
-    start)."""
+    """The queue was used after its end: a caller wanted packs, or a fence (a time in which no call may start)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,8 +140,8 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedVersion:
-    """The weights that the servers have. `updates`: number of optimizer updates in these weights. `syncs`: number of
-    syncs so far, without those that only served an evaluation."""
+    """The weights on the servers. `updates`: number of optimizer updates in these weights. `syncs`: number of syncs so
+    far, without those that only served an evaluation."""
 
     ver: int
     updates: int
@@ -193,14 +192,14 @@ class PackCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlook:
-    """What one rank has rolled out, and may still roll out. A share is the samples that one step learns. Each rank
-    rolls out its own part of a share."""
+    """The state of one rank's rollouts: finished, begun, and possible. A share is the samples that one step learns.
+    Each rank rolls out its own part of a share."""
 
     # Keys are the shares of which all samples have rollouts. A value is `ServedVersion.syncs` of the share's oldest
     # pack.
     complete: Mapping[int, int]
     is_making: bool  # True: the most urgent share is not complete, and a call is in flight or may start
-    goes_on: bool  # True: calls for other shares may start before the most urgent share is learned
+    goes_on: bool  # True: calls for other shares may start while the most urgent share waits
     stood_still: bool  # True: at some time since the last `take`, no call was in flight and none was permitted.
     # Keys are the shares with packs or a call in flight. A value is the number of updates in the oldest weights that
     # made rollouts of the share.
@@ -225,12 +224,12 @@ class ShareQueue:
         self.bounds, self.served, self._size = bounds, served, size
         self.samples_per_pack, self.call_size, self.keep_at_most = samples_per_pack, call_size, bounds.keep_at_most
         self.phase: Literal["open", "fenced", "failed", "stopped"] = "open"
-        self.cause: BaseException | None = None  # the error that led to the phase `failed`
+        self.cause: BaseException | None = None  # the error that ended the queue (phase `failed`)
         self.wanted: tuple[int, ...] = ()  # shares that may be rolled out, the most urgent first
         self.in_flight: Call | None = None
         self.queue: list[Pack] = []  # packs in the order in which they were made
         self.taken = 0  # number of shares taken since the last sync; the next sync comes after `sync_every` shares
-        self._taken_fenced = 0  # number of shares taken since a fence was requested
+        self._taken_fenced = 0  # number of shares taken since the last request of a fence
         self._stood_still = False  # see `Outlook`
         self.counts = PackCounts()
         self._next_pack = 0
@@ -284,8 +283,8 @@ class ShareQueue:
             if not missing:
                 continue
             most = self.call_size
-            # The most urgent share has no such limits, because its rollouts must be completed on all ranks, whatever
-            # this rank has dropped.
+            # The most urgent share has no such limits, because every rank must complete its rollouts, even if this rank
+            # has dropped some.
             if urgency:
                 if len(self.queue) >= self.bounds.start_below:
                     return None
@@ -299,7 +298,7 @@ class ShareQueue:
         """Return the wanted shares that may be rolled out now, the most urgent first: those that will be learned at
         most `version_window` syncs from now."""
         every = self.bounds.sync_every
-        # Packs of later shares would be too old before they are learned. When such packs were made, every other
+        # Packs of later shares would be too old when they are learned. When they were made all the same, every second
         # Channel-B step found no usable pack.
         return self.wanted[: max(0, every - self.taken) + self.bounds.version_window * every]
 
@@ -309,7 +308,7 @@ class ShareQueue:
 
     def _least_useful(self) -> Pack:
         """Return the oldest pack of the shares other than the most urgent one. If there is none, return the oldest."""
-        # Of equally old packs, the one of the latest share is dropped, because that share is learned last.
+        # Among equally old packs, the pack of the latest share is dropped, because that share is learned last.
         return min(self.queue, key=lambda pack: (pack.share == self.wanted[0], pack.by.syncs, -pack.share, pack.index))
 
     # ---- the consumer's side ---------------------------------------------------------------------------------------
@@ -340,7 +339,7 @@ class ShareQueue:
 
     def outlook(self) -> Outlook:
         """Return which shares this rank has rolled out, and what it can still roll out (`Outlook`). One method returns
-        all this, because a call could end between two methods."""
+        all fields, because a call may end between two method calls."""
         urgent, rest = self.wanted[:1], self._makeable()[1:]
         made = [(one.share, one.by.updates) for one in (*self.queue, self.in_flight) if one is not None]
         waiting = sum(pack.share not in urgent for pack in self.queue)
@@ -409,7 +408,7 @@ class ShareQueue:
             raise error
         self.phase = "open"
         if served is not None:
-            # If a step took a share while this sync waited, this sync does not send the step's update. So that share
+            # This sync does not send the update of a step that took its share while the sync waited. So that share
             # counts for the next sync.
             self.served, self.taken = served, self._taken_fenced
         self._taken_fenced = 0

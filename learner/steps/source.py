@@ -13,8 +13,8 @@ The sources are `FreshSteps` with ground truth (`sft`) or with rollouts (`rollou
 
 Invariants: every rank calls the same methods in the same order, and has equally many micro-steps. Ranks may have
 different numbers of rows in a micro-step; `padded` and `in_lockstep` add zero-weight rows (D5). Each sample that was
-handed out is either learned or in the list `waiting` (R12). The rollouts of a whole optimizer step are made together,
-even if a micro-batch has few samples.
+handed out is either learned or in the list `waiting` (R12). The rollouts of an optimizer step are made together, for
+all its micro-batches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Fence:
     """A time during which no rollout is in flight. The holder calls `synced` if a sync happened."""
 
     ver: int | None = None
-    updates = 0  # optimizer updates in the weights that were synced
+    updates = 0  # number of optimizer updates in the synced weights
 
     def synced(self, ver: int, *, updates: int = 0) -> None:
         """Note that a sync has completed: every server now serves version `ver`."""
@@ -87,8 +87,8 @@ class StepSource(Protocol):
         return []
 
     def state(self) -> dict[str, object]:
-        """How far the run has come in its data, as JSON for a checkpoint. To be called between two steps. Equal on all
-        ranks. Collective.
+        """The run's position in its data, as JSON for a checkpoint. To be called between two steps. Equal on all ranks.
+        Collective.
 
         `batches`: the dataloader's state. `carried`: per rank, samples to learn besides those of the dataloader.
         `stage2`: only in `stage2_ab_training`.
@@ -115,7 +115,7 @@ class FreshSteps(StepSource):
 
     A step has `gradient_accumulation_steps` micro-batches; the last step of an epoch may have fewer. `encoder` encodes
     the samples that a resumed run still has to learn. Step `drains_at` has one more micro-step, with all segments that
-    still wait for a row (`training.packing_drop_last: false`); None: these segments are not learned.
+    still wait for a row (`training.packing_drop_last: false`); None: no step has.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class FreshSteps(StepSource):
         # Samples that were not learned before the checkpoint, as (epoch, sample id). The first micro-batch gets these
         # samples.
         self._owed: list[tuple[int, str]] = []
-        self._first_owed = 0  # place of this rank's first owed sample among the owed samples of all ranks
+        self._first_owed = 0  # index of this rank's first owed sample among all ranks' owed samples
         self._global_step = 0  # the step that began last
         self._num_batches = 0  # number of micro-batches of the step that began last
 

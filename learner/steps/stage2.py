@@ -1,4 +1,4 @@
-"""Steps of `stage2_ab_training` (R26, R31, R35): what both ways to make rollouts have in common.
+"""Steps of `stage2_ab_training` (R26, R31, R35): the common part of both ways to make rollouts.
 
 A Channel-A step learns ground truth. A Channel-B step learns rollouts, made within the step (`in_step`) or ahead of the
 steps (`ahead`). In both cases a step has one micro-step, with all rows of the rank.
@@ -29,8 +29,8 @@ from learner.steps.source import StepSource, own_share
 # DEADLINE_KEY.
 CLOSE_S = 10.0
 DEADLINE_KEY = "training.collective_timeout_s"
-# A step lasts as long as its rollouts or its learning, whichever is longer, plus one call. With four calls per step,
-# that is at most a quarter longer.
+# A step takes as long as its rollouts or its learning, whichever is longer, plus one call. With four calls per step,
+# one call adds at most a quarter.
 CALLS_PER_STEP = 4
 
 
@@ -111,7 +111,7 @@ class Stage2Steps(StepSource):
         assert self._decision is not None, "micro_steps() before begin()"
         if self._decision.channel == "B":
             yield self._channel_b()
-        else:  # a sample's ground truth is learned once, however many rollouts it would have had
+        else:  # a sample's ground truth is learned once, although Channel-B makes several rollouts of it
             yield self._share(self._parts.ground_truth, every=self._parts.places_per_sample)
 
     def metrics(self) -> Mapping[str, float]:
@@ -120,7 +120,7 @@ class Stage2Steps(StepSource):
         means = {name: fmean(p.means[name] for p in parts if name in p.means) for part in parts for name in part.means}
         # All ranks have the same names in `sums`, but a rank without packs lacks some names in `means`.
         sums = {name: sum(part.sums[name] for part in parts) for name in parts[0].sums}
-        # `_global_step` counts from 0, and the step that was learned counts too.
+        # `_global_step` counts from 0, so 1 is added to count the step just learned.
         share = self._executed_b / (self._global_step + 1)
         return {**self._decision.metrics(), "stage2_ab/executed_b_share": share, **means, **sums}
 

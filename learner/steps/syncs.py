@@ -21,22 +21,22 @@ class StepSyncs:
     def __init__(
         self, sync: Sync | None, source: StepSource, journal: Journal, *, rolls_out: bool, is_sharded: bool
     ) -> None:
-        self.receipt: SyncReceipt | None = None  # the receipt of this step's sync; None: no sync
+        self.receipt: SyncReceipt | None = None  # receipt of the sync before this step; None: no sync
         self.waits = False  # True: the sync waits for rollouts in flight while the step is learned
         self.sync, self._source, self._journal = sync, source, journal
         self._rolls_out, self._is_sharded = rolls_out, is_sharded
         self._synced_at: int | None = None  # number of updates in the generators' weights; None: no sync yet
 
     def ver(self, step: int) -> int:
-        """Return the version of the weights that rollouts are made by: syncs so far. A backend that has the trained
-        weights themselves needs no sync; its version is the number of updates."""
+        """Return the version of the weights that make the rollouts: the number of syncs so far. A backend that has the
+        trained weights themselves needs no sync; its version is the number of updates."""
         if self.sync is not None:
             return self.sync.ver
         return step if self._rolls_out else 0
 
     def before(self, step: int) -> None:
         """Sync if the step wants a sync and the generators do not have its weights. If the sync must wait for rollouts
-        in flight, it may be left to `within`. Collective."""
+        in flight, it may be postponed, and `within` runs it. Collective."""
         self.receipt = None
         if self.sync is None or self._synced_at == step or not self._source.wants_sync(step):
             return
@@ -55,7 +55,7 @@ class StepSyncs:
             self._now(step)
 
     def behind(self, fence: Fence, step: int) -> None:
-        """Bring the generators to the weights of this step, if they do not have them. Call it inside the block of
+        """Sync the weights of this step to the generators, unless they have them already. Call it inside the block of
         `fence`, in which no rollout is in flight. Collective."""
         if self.sync is None or self._synced_at == step:
             return

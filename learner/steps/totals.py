@@ -18,16 +18,16 @@ _COUNTS = ("loss", "weight", "supervised", "segments", "rows", "tokens")
 
 @dataclass
 class StepTotals:
-    """What one optimizer step has learned so far. `counts` are by name, and include the sums of the segments'
-    statistics (matched, missed, `drop/...`). A row counts as `underfilled` if less than the fraction `min_fill` of it
-    is filled. `min_fill` None: each row holds one segment, and no row is counted as `underfilled`."""
+    """The sums over the rows that one optimizer step has learned so far. `counts` are by name, and include the sums of
+    the segments' statistics (matched, missed, `drop/...`). A row counts as `underfilled` if less than the fraction
+    `min_fill` of it is filled. `min_fill` None: each row holds one segment, and no row is counted as `underfilled`."""
 
     min_fill: float | None = None
     counts: dict[str, float] = field(default_factory=dict)
     rows: list[LearnedRow] = field(default_factory=list)
 
     def add(self, row: PackedRow, loss: RowLoss) -> None:
-        """Count one row that was learned: what it held, and its summed weighted loss."""
+        """Count one row that was learned: its contents, and its summed weighted loss."""
         counted = {
             "loss": loss.loss_sum,
             "weight": loss.weight_sum,
@@ -46,7 +46,7 @@ class StepTotals:
 
     @property
     def weight(self) -> float:
-        """The sum of all loss weights: what the step's gradient is divided by."""
+        """The sum of all loss weights, by which the step's gradient is divided."""
         return self.counts.get("weight", 0.0)
 
     def share_of(self, shortfall: Shortfall | None) -> float:

@@ -2,7 +2,7 @@
 sends, and leaves them.
 
 In: servers and their statuses. Out: joined groups, and futures of the broadcasts. Servers of one machine share a group,
-so a bucket leaves the learner's GPU once for all of them: three copies of 8 GB would need 54 ms of its NVLink. Each
+so a bucket leaves the learner's GPU once for all of them: sending 8 GB three times would take 54 ms of its NVLink. Each
 server joins at its configured address, so only servers with the same address can share a group.
 
 Invariants: a group's first ranks are the workers of its servers, server by server. The last rank is the learner, which
@@ -32,7 +32,7 @@ from shared.wire import CloseCommunicatorCall, InitCommunicatorCall, ServerStatu
 
 T = TypeVar("T")
 StartJoin = Callable[..., Operation[Communicator]]  # `shared.sync.group.start_join`, or a test's replacement
-CAUSE_GRACE_S = 2.0  # max wait, after a connection broke, for the error of the server that broke it
+CAUSE_GRACE_S = 2.0  # max seconds to wait, after a connection broke, for the error of the server that broke it
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -118,14 +118,14 @@ class ServerGroups:
         return [(group, group.communicator.start_broadcast(bucket, group.rank).future) for group in self.groups]
 
     def leave(self, *, abort: bool, gone: Collection[str] = ()) -> Posts:
-        """Leave every group, and tell all servers that are not in `gone`. `abort` ends pending broadcasts."""
+        """Leave every group, and send a call to all servers that are not in `gone`. `abort` ends pending broadcasts."""
         for group in self.groups:
             if abort:
                 group.communicator.abort()
             else:
                 group.communicator.close()
         call = CloseCommunicatorCall(incarnation=self.incarnation)
-        # A server that has gone gets no call, because its answer would be waited for in vain.
+        # A server in `gone` gets no call, because it will not answer.
         here = [link for link in self.links if link.base_url not in gone]
         return [(link, link.post(link.client.close_communicator(call))) for link in here]
 
@@ -220,7 +220,7 @@ def named(error: ProjectError, who: str) -> ProjectError:
 
 def _raise_cause(sent: Sent, posts: Posts) -> None:
     """Raise the error that made `sent` or `posts` fail, if any failed. If a connection broke, all ranks report only
-    that it broke. So wait up to CAUSE_GRACE_S for the error of the server that broke the connection."""
+    that it broke. So this function waits up to CAUSE_GRACE_S for the error of the server that broke it."""
     deadline = Deadline(CAUSE_GRACE_S)
     while errors := [*_errors(post for _, post in posts), *_errors_on_the_wire(sent)]:
         causes = [error for error in errors if not isinstance(error, CommunicatorError | DeadlineError)]
@@ -231,7 +231,7 @@ def _raise_cause(sent: Sent, posts: Posts) -> None:
 
 def accused(posts: Posts) -> dict[str, ProjectError]:
     """Return, by URL, the error of each server that failed by itself. A server that only reports a lost connection or a
-    missed deadline is left out: another rank may be the cause."""
+    missed deadline is left out, because another rank may be the cause."""
     found = {}
     for link, post in posts:
         error = post.exception() if post.done() and not post.cancelled() else None

@@ -2,7 +2,7 @@
 
 In: samples with an answer each, the learner's log-probabilities of these answers, and a generator's scores. Out: the
 gap, or a CanaryError. The worst failure of this system is a sync that reports success while the served model is wrong.
-The loaders check that all bytes of all weights arrived; this check covers the whole served model. Pure.
+The loaders check that all bytes of all weights arrived; this check covers the whole served model. No side effects.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from shared.wire import ExpectScoresCall, ScoreItem, ScoreReply
 # parameters without an adapter had mean gaps of 0.0000 in float32 and at most 0.061 in bfloat16.
 EXACT_TOLERANCE, TOLERANCE = 0.01, 0.1
 # Returns the learner's scores of the answers by the weights that are sent. The arguments are the dtype of these weights
-# (None: as trained), and whether an adapter is merged into them.
+# (None: their own dtype), and whether an adapter is merged into them.
 Scorer = Callable[[torch.dtype | None, bool], CanaryScores]
 
-CANARY_SAMPLES = 2  # number of prompts that learner and server both score after a sync.
+CANARY_SAMPLES = 2  # number of prompts whose answers learner and server score after a sync.
 # Max pixels of an image's side, and max tokens of an answer. With these limits the prompts and the requests that read
 # the cache fit into one CUDA graph of an engine (512 tokens). Short answers show faults as well as long ones: with
 # planted faults, the mean gaps over the first 32, 64 and 128 tokens of an answer differ by a factor of 0.77 to 1.35.
@@ -65,8 +65,8 @@ class Canary:
         return EXACT_TOLERANCE if self.dtype == served == torch.float32 else TOLERANCE
 
     def expected(self, incarnation: str, ver: int, learner: Logprobs, served: torch.dtype | None) -> ExpectScoresCall:
-        """Return the call that tells a server which scores it must find for update `ver`. `served`: the type in which
-        the server computes; None: not known. Raises NotFiniteError if the learner's scores are not finite."""
+        """Return the call that sends a server the expected scores for update `ver`. `served`: the type in which the
+        server computes; None: not known. Raises NotFiniteError if the learner's scores are not finite."""
         # If the learner sent scores that are not finite, the server's comparison would fail, and the served model would
         # seem to be wrong.
         if not np.isfinite(np.concatenate(learner)).all():
@@ -108,7 +108,7 @@ class Canary:
 
 
 def worst_gap(gaps: Sequence[CanaryGap]) -> CanaryGap:
-    """Return the largest gap of several generators."""
+    """Return the gap of the generator with the largest gap."""
     return CanaryGap(mean=max(gap.mean for gap in gaps), max=max(gap.max for gap in gaps))
 
 

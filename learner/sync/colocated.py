@@ -42,7 +42,7 @@ NAME = "the colocated engine"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """Sizes and digest of the weights that one rank's loader was given. `digest` is empty if there is no other rank."""
+    """Sizes and digest of the weights that one rank's loader got. `digest` is empty if there is only one rank."""
 
     num_tensors: int
     num_bytes: int
@@ -152,7 +152,7 @@ class EngineDelivery:
         """Do nothing: a colocated engine joins no group."""
 
     def _load(self, source: WeightSource, load: Callable[[Iterable[tuple[str, torch.Tensor]]], None]) -> Given:
-        """Load the weights on every rank, and return what this rank's loader was given."""
+        """Load the weights on every rank, and return sizes and digest of the weights that this rank's loader got."""
 
         def load_counted() -> Given:
             # With one rank there is nothing to compare a digest with.
@@ -200,7 +200,7 @@ class EngineDelivery:
         expected = learner.logprobs
         waited = time.perf_counter() - began
         self._parts["scores"] += waited
-        self._parts["canary"] = self._parts.get("canary", 0.0) - waited  # the canary's seconds included this wait
+        self._parts["canary"] = self._parts.get("canary", 0.0) - waited  # the canary's time includes it
         return self._canary.compare(expected, reply, NAME, self._engine.dtype)
 
 

@@ -127,8 +127,8 @@ def check_new(member: Member, status: ServerStatus, others: Sequence[tuple[Membe
 
 
 def is_silent(error: ProjectError) -> bool:
-    """Return True if the error may pass without action: the server does not answer, is busy or starting, or serves
-    nothing until its next sync (poisoned)."""
+    """Return True if the error may end by itself: the server does not answer, is busy or starting, or serves nothing
+    until its next sync (poisoned)."""
     return isinstance(error, ServerUnreachableError | DeadlineError | ServerBusyError | ServerPoisonedError)
 
 
@@ -136,7 +136,7 @@ async def look(backend: ServerBackend, base_url: str) -> ServerStatus | ProjectE
     """Return a server's status now. If the server does not answer soon, or has another model, return the error
     instead."""
     try:
-        # A server that sends its answer byte by byte would never exceed a limit on silence.
+        # The limit is on the whole call: a server that sends its answer byte by byte is never silent for long.
         async with time_limit(LAST_LOOK_S):
             return await backend.look(backend.client(base_url), 0.0)
     except TimeoutError:
@@ -158,10 +158,10 @@ def on_rank_0(ranks: SyncRanks, work: Callable[[], T]) -> T:
     if ranks.is_main:
         try:
             outcome = (work(), None)
-        except ProjectError as error:  # raised below, on every rank
+        except ProjectError as error:  # the error is raised below, on every rank
             outcome = (None, error)
     result, failure = ranks.broadcast_object(outcome)
     ranks.barrier()
     if failure is not None:
-        raise outcome[1] or failure  # on rank 0 the error itself, which has its traceback
+        raise outcome[1] or failure  # rank 0 raises the original error, with its traceback
     return result

@@ -35,8 +35,8 @@ MAX_BACK_OFF_S = 600.0
 
 
 class Members:
-    """The servers of a run. `control` brings requests of the user and the cluster to add or remove servers. Methods are
-    for rank 0, unless they are collective."""
+    """The servers of a run. `control` has the requests of the user and the cluster to add or remove servers. Methods
+    are for rank 0, unless they are collective."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Members:
     def agree(self) -> None:
         """Make the membership the same on every rank. Collective. Raises ServerError if too few servers are left."""
         lost = self._backend.lost()
-        # Each rank has its own connections, so a rank may have lost a server that answers the others.
+        # Each rank has its own connections, so one rank may have lost a server that still answers other ranks.
         reports = self._ranks.all_gather_object(lost)
         membership = self._decided(reports) if self._ranks.is_main else self._backend.membership
         agreed = self._ranks.broadcast_object(membership)
@@ -212,7 +212,8 @@ class ReturnWatch:
         """Return the servers to poll now. If there are none, the watch ends."""
         with self._lock:
             if not self._followed:
-                # The watch's future is done only a moment later, and until then `follow` would start no new watch.
+                # The watch's future ends a moment later. Without this line `follow` would start no new watch until
+                # then.
                 self._watching = None
             return tuple(self._followed)
 

@@ -64,16 +64,16 @@ from shared.wire import Bucket, ServedWeights, ServerStatus, UpdateWeightsCall, 
 
 T = TypeVar("T")
 GOODBYE_S = 3.0  # max wait, after a failed sync, until the servers have confirmed that the group is closed.
-# A server that has not served yet may be slow. If such a server takes part, join and update together may take
-# NEWCOMER_S seconds, or NEWCOMER_MARGIN times as long as the last update without such a server, whichever is more. The
-# update alone may always take LEAST_S.
+# A server that has not served yet may be slow. If such a server takes part, the limit for join and update together is
+# NEWCOMER_S seconds, or NEWCOMER_MARGIN times the last update without such a server, whichever is more. The update
+# alone may always take LEAST_S seconds.
 NEWCOMER_S, NEWCOMER_MARGIN, LEAST_S = 15.0, 3.0, 1.0
 NOBODY: Mapping[str, ProjectError] = MappingProxyType({})
 # The learner's second forward pass on the canary (fixed answers) is captured as a CUDA graph. During a capture no other
 # thread may wait for the device. So the first two passes are made inside a sync, while no rollouts are made.
 CAPTURED_AFTER = 2
-# Max unfinished broadcasts when another one starts. With fewer the network would be idle at times; more need more
-# memory.
+# Max unfinished broadcasts when another one starts. With fewer, the network is idle at times; with more, more memory is
+# needed.
 SENT_AHEAD = 2
 NO_SCORES = CanaryScores(read=list, merge_gap=0.0)
 log = logging.getLogger("learner.sync")
@@ -100,7 +100,7 @@ class ServerDelivery:
         self._device, self._start_join = device, start_join
         self.members = Members(backend, ranks, control=control, check=check)
         self._groups = ServerGroups((), "", b"")
-        self._statuses: dict[str, ServerStatus] = {}  # URL -> the server's status when its group was joined.
+        self._statuses: dict[str, ServerStatus] = {}  # URL -> the server's status when the learner joined its group
         # The buckets of each source and dtype, which are the same in every sync.
         self._plans: dict[tuple[WeightSource, torch.dtype | None], list[Bucket]] = {}
         self._full_weights = ""  # digest of the last full update, which is part of the digest of an adapter
@@ -126,14 +126,14 @@ class ServerDelivery:
     # ---- after a failure -------------------------------------------------------------------------------------------
 
     def recover(self, error: ProjectError, num_repeated: int) -> Recovery:
-        # Another try would send the same weights, which are not finite.
+        # Another try would send the same weights, with the same values that are not finite.
         if isinstance(error, NotFiniteError):
             return "stop"
         accused_by, self._accused = self._accused, {}
         silent = {url: found for url, found in accused_by.items() if isinstance(found, ServerUnreachableError)}
         tried = [member for member in self._backend.membership.members if member.base_url in self._statuses]
         gone = {url: found for url, found in self._look(tried, silent).items() if isinstance(found, ProjectError)}
-        # A new server is not needed, so it is left out of the next try, whether it caused the failure or not.
+        # The run does not need a new server, so the next try leaves it out, even if it did not cause the failure.
         newcomers = {m.base_url: accused_by.get(m.base_url, error) for m in tried if m.state == "out"}
         is_all = self._backend.membership.min_servers == "all"
         # With `min_servers: all` the run cannot go on without a server that served.
@@ -144,7 +144,7 @@ class ServerDelivery:
         # A refused connection must not end the run: silent servers are asked again until `timeout_s` is over.
         if newcomers or gone or (silent and not self._deadline.is_over()):
             return "changed"
-        # One repetition is enough to tell a passing fault from a lasting one.
+        # One repetition shows whether the fault was temporary.
         if is_all or num_repeated > 1:
             return "stop"
         if num_repeated == 1:
@@ -263,7 +263,7 @@ class ServerDelivery:
         self._deadline = Deadline(self._config.server.timeout_s)
         try:
             yield self._parts
-        finally:  # the weights may change now
+        finally:  # from here on the policy's weights may change
             self._parts, self._learner = {}, {}
 
     def _scores(self, mode: Mode) -> CanaryScores:
@@ -309,7 +309,7 @@ class ServerDelivery:
     def leave(self, *, abort: bool) -> None:
         groups, self._groups = self._groups, ServerGroups((), "", b"")
         out = {member.base_url for member in self._backend.membership.out}
-        # Servers that do not answer are not told, because the wait below would last its whole time for them.
+        # Servers that do not answer get no call, because the wait below would then always last its full time.
         unreachable = {url for url, error in self._accused.items() if isinstance(error, ServerUnreachableError)}
         goodbyes = groups.leave(abort=abort, gone=out | unreachable)
         wait([goodbye for _, goodbye in goodbyes], timeout=GOODBYE_S if abort else REPLY_GRACE_S)
@@ -360,13 +360,13 @@ class ServerDelivery:
             await_all(under_way, [*posts, *told])
         except BaseException:
             self._accused = accused([*posts, *told])
-            # The servers' own errors were read above. Nobody waits for these calls any more.
+            # The servers' own errors were read above, so these calls need no further wait.
             cancel([*posts, *told])
             raise
         replies = {link.base_url: post.result() for link, post in posts}
         for base_url, reply in replies.items():
             check_reply(ver, call.buckets, reply, base_url)
-        # The time of a slow newcomer must not lengthen the limit of the next one.
+        # The time of an update with a slow new server must not raise the limit for the next new server.
         if not self._has_newcomers:
             self._usual_s = time.monotonic() - began
         return replies, learner, self._digest(mode, seals)
@@ -412,7 +412,7 @@ class ServerDelivery:
 
 
 def check_sent(buckets: Sequence[Bucket], sums: Sequence[torch.Tensor], scored: Checksums) -> None:
-    """Raises SyncError unless the sent weights are bit for bit the weights that the learner scored the canary with.
+    """Raises SyncError unless the sent weights equal, bit for bit, the weights that scored the learner's canary.
 
     A stale tensor can change log-probabilities less than different kernels do. So the comparison of log-probabilities
     (the canary) cannot show a stale tensor. `sums`: the checksum of each sent bucket, int64 `[]`. `scored`: checksums

@@ -30,7 +30,7 @@ NamedWeights = Iterator[tuple[str, torch.Tensor]]
 
 class WeightSource(Protocol):
     """Merged full weights under checkpoint names. `named_weights` and `weight_specs` list the tensors in the same
-    order. Floating-point tensors have type `dtype` (None: as trained)."""
+    order. Floating-point tensors have type `dtype` (None: their own type)."""
 
     def named_weights(self, dtype: torch.dtype | None = None) -> NamedWeights: ...
 
@@ -87,7 +87,7 @@ def sealed_buckets(
         # The seal covers version and index, so an old or misplaced bucket is refused.
         seal(buffer, key=key, ver=ver, index=index)
         yield buffer
-    # A tensor after the last planned one would never be sent.
+    # A tensor that is not in the plan would never be sent.
     left_over = next(weights, None)
     if left_over is not None:
         raise SyncError(
@@ -187,7 +187,7 @@ class ShardedSource:
 
     def named_weights(self, dtype: torch.dtype | None = None) -> NamedWeights:
         if dtype not in self._counts:
-            # The same cuts as the sync's own plan, so that one collective call gathers exactly one bucket.
+            # The buckets are those of the sync's own plan, so that one collective call gathers exactly one bucket.
             self._counts[dtype] = [len(part) for part in plan_buckets(self.weight_specs(dtype), self._bucket_bytes)]
         for number, count in enumerate(self._counts[dtype]):
             # One call gathers one bucket, so at most one bucket's whole tensors are in memory.

@@ -8,7 +8,7 @@ In: the policy's weights, its adapter if adapters are synced, and a `Delivery`: 
 - after a failure the next try begins with new connections, and without the servers that are gone. If no generator
   caused the failure, the sync is repeated once (`Delivery.recover`). Other failures raise their cause on every rank.
 
-An adapter sync sends the adapter alone. After a new connection or a failure a generator's weights are not known, so the
+An adapter sync sends the adapter alone. After a new connection or a failure a generator's weights are unknown, so the
 next adapter sync sends the model's base weights first. If an adapter sync fails, the process logs one warning, repeats
 the sync at once with all weights, and makes only full syncs from then on. With `fallback_to_full: false` the error is
 raised instead. A lost server or a broken connection does not count as such a failure while `Delivery.recover` allows
@@ -43,8 +43,8 @@ class Delivered:
     mode: Mode
     num_bytes: int
     num_tensors: int
-    gap: CanaryGap  # the largest gap to a generator's log-probabilities
-    merge_gap: float  # how much merging and rounding change log-probabilities, in nats per token (D14)
+    gap: CanaryGap  # gap of the generator whose log-probabilities differ most from the learner's
+    merge_gap: float  # change of log-probabilities by merging and rounding, in nats per token (D14)
     pause_s: float = 0.0  # longest time that a server generated nothing and accepted no call; 0: not measured
 
 
@@ -55,7 +55,7 @@ class Delivery(Protocol):
         """Run `work` on the ranks that take part in it. Return its result, or raise its error, on every rank."""
 
     def agree(self) -> Sequence[ServerChange]:
-        """Let all ranks agree on the generators. Return the changes since the last call, on rank 0. Collective. Raises
+        """Let all ranks agree on the generators. On rank 0 return the changes since the last call. Collective. Raises
         ServerError if too few generators are left."""
 
     def is_current(self) -> bool:
@@ -73,8 +73,8 @@ class Delivery(Protocol):
         """Raises SyncError or ServerMismatchError if a generator could not apply the adapter."""
 
     def prepare(self, mode: Mode) -> None:
-        """Compute the learner's log-probabilities of the canary's answers for the next sync, while generators still
-        work. The weights must not change before that sync."""
+        """Compute the learner's log-probabilities of the canary's answers for the next sync, while generators are still
+        busy. The weights must not change before that sync."""
 
     def delivering(self, modes: Sequence[Mode]) -> AbstractContextManager[Mapping[str, float]]:
         """Enclose all deliveries of one sync. `modes`: the modes that the sync may use. Yields the seconds of the
@@ -82,7 +82,7 @@ class Delivery(Protocol):
 
     def deliver_base(self, source: WeightSource, ver: int) -> int:
         """Load the base weights, to which an adapter is applied, before the adapter. `ver`: the version that was served
-        last. Return the version that the adapter's version follows: `ver + 1` if the generators give the base weights a
+        last. Return the version before the adapter's version: `ver + 1` if the generators give the base weights a
         version of their own, else `ver`."""
 
     def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
@@ -175,7 +175,7 @@ class Sync:
             if not self._is_connected:
                 self._repeated(self._connect)
             delivered = self._deliver()
-        reason, self._fallback = self._fallback, ""  # only the first receipt after the fallback has the reason
+        reason, self._fallback = self._fallback, ""  # only the first receipt after the fallback contains the reason
         receipt = SyncReceipt(
             ver=self.ver + 1,
             mode=delivered.mode,
@@ -213,10 +213,10 @@ class Sync:
             self._connect()
         # The attribute is read after connecting, which may have fallen back to full syncs.
         adapter = self._adapter
-        if adapter is None:  # a generator that has joined can't apply the adapter
+        if adapter is None:  # a newly joined generator cannot apply the adapter
             return self._deliver_full()
-        # The attribute is False until the delivery succeeds, because after a failure it is not known which base weights
-        # a generator has.
+        # The attribute is False until the delivery succeeds, because after a failure a generator's base weights are
+        # unknown.
         base_is_loaded, self._base_is_loaded = self._base_is_loaded, False
         if not base_is_loaded:
             self.ver = self._delivery.deliver_base(adapter.base, self.ver)
@@ -227,7 +227,7 @@ class Sync:
 
     def _repeated(self, work: Callable[[], T]) -> T:
         """Try `work` until it succeeds, or `Delivery.recover` returns "stop"."""
-        # There is no `Retry` here, because failed servers end the tries, not a time limit.
+        # `Retry` is not used, because the failed servers end the tries, not a time limit.
         num_repeated = 0
         while True:
             try:
@@ -257,8 +257,8 @@ class Sync:
 
     @contextmanager
     def _falling_back(self) -> Iterator[None]:
-        """Enclose the parts of an adapter sync that can fail. After an error `_adapter` is None, and the caller goes on
-        with a full sync. With `fallback_to_full: false` the error is raised."""
+        """Enclose the parts of an adapter sync that can fail. After an error `_adapter` is None, and the caller
+        continues with a full sync. With `fallback_to_full: false` the error is raised."""
         try:
             with self._leaving_on_failure():
                 yield
