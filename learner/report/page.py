@@ -1,19 +1,22 @@
 """Writes the report's page: templates turn the records of all sections into one HTML file, which has no scripts and
-needs no network."""
+needs no network. The section on a recipe is made here, from the content of `recipe.json`: what each stage gained and
+lost, and why it was run.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import yaml
 
 from learner.report import results
-from learner.report.charts import number, parted
+from learner.report.charts import Table, number, parted
 from learner.report.read import read_runs
-from learner.report.recipe import recipe_section
 from learner.report.records import RunSet
 from learner.report.rewards import reward_section
 from learner.report.scenes import gallery, place_tags
@@ -91,3 +94,53 @@ def render(runs: RunSet) -> str:
         runs=[(f"{run.name}: " if several else "", run) for run in runs.runs],
         to_yaml=partial(yaml.safe_dump, sort_keys=False, allow_unicode=True),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecipeSection:
+    """The section on a recipe. `result`: a text that says which weights are best, and why the recipe ended. `told`: for
+    each stage its name, and its texts by heading (`Why`, `Labels`, `Gained`, `Lost`, `Ended`)."""
+
+    result: str
+    stages: Table
+    told: list[tuple[str, Mapping[str, str]]]
+
+
+def recipe_section(recipe: Mapping[str, Any]) -> RecipeSection | None:
+    """Return the recipe's section; None if there is no recipe, or no stage of it has ended."""
+    try:
+        rows = [_row(stage) for stage in recipe["stages"]]
+        told = [(str(stage["name"]), _told(stage)) for stage in recipe["stages"]]
+        steps = {stage["name"]: f" at step {stage['best_step']}" for stage in recipe["stages"]}
+        best = f"{recipe['best_of']}{steps.get(recipe['best_of'], '')}"
+        best = f"{best}, {recipe['metric']} {float(recipe['best_score']):.3f}"
+        ended = recipe["ended"] or "not yet"
+    except (KeyError, TypeError, ValueError):
+        return None
+    stages = Table(["Stage", f"{recipe['metric']}", "Best step", "Minutes"], rows)
+    result = f"Best on validation: {best}. Ended: {ended}. {_OF_BEST}"
+    return RecipeSection(result=result, stages=stages, told=told)
+
+
+_OF_BEST = (
+    "Scores, gains and losses here are those of each stage's best step, the rest of this page shows its last one."
+)
+
+
+def _row(stage: Mapping[str, Any]) -> list[str]:
+    return [
+        str(stage["name"]),
+        f"{float(stage['score_before']):.3f} to {float(stage['score']):.3f}",
+        f"{stage['best_step']} of {stage['steps']}",
+        f"{float(stage['seconds']) / 60:.1f}",
+    ]
+
+
+def _told(stage: Mapping[str, Any]) -> Mapping[str, str]:
+    return {
+        "Why": str(stage["why"]),
+        "Labels": str(stage["labels"] or "as annotated"),
+        "Gained": ", ".join(stage["gained"]) or "nothing",
+        "Lost": ", ".join(stage["lost"]) or "nothing",
+        "Ended": str(stage["ended"]),
+    }

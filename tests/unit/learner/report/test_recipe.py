@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from learner.report.page import write_report
-from learner.report.recipe import recipe_section
+from learner.report.page import recipe_section, write_report
 from tests.unit.learner.report.fake_run import write_run
 
 STAGE = {
