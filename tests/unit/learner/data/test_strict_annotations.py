@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from pycocotools import mask as coco_mask
 
-from learner.data.formats.coco import category_ids
-from learner.data.formats.masks import MOST_RUNS, mask_of
+from learner.data.formats.coco import MOST_RUNS, category_ids, mask_of
 from learner.records import GeometryKind
 from shared.errors import DataError
 from tests.unit.learner.data.annotations import (
