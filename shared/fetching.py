@@ -7,24 +7,27 @@ may be called from any thread.
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import errno
 import functools
-import socket
+import os
 import ssl
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from shared.image_rules import ImageRules, check_bytes, media_error
-from shared.waits import SLICE_S, Deadline
+from shared.waits import time_limit
+
+if TYPE_CHECKING:
+    import httpx
 
 _MAX_REDIRECTS = 3
 _REDIRECTS = {301, 302, 303, 307, 308}
 _URL_CHARS = ":/?#[]@!$&'()*+,;=%~"  # these characters must not be quoted again
-_HEADERS = {"User-Agent": "rollout-matching"}
-_FETCH_CHUNK_BYTES = 1 << 16
+# Packed bytes would be no image, so none are asked for.
+_HEADERS = {"User-Agent": "rollout-matching", "Accept-Encoding": "identity"}
 
 
 class Fetcher:
@@ -47,36 +50,48 @@ class Fetcher:
         self._checked_url(source, source)
 
     def _fetch(self, source: str) -> bytes:
-        with contextlib.closing(_Line(self.rules.timeout_s)) as line:
-            try:
-                return self._follow(source, line)
-            except (OSError, HTTPException, ValueError) as error:
-                found = "no complete answer in time" if line.hung_up else _in_words(error)
-                wanted = f"an answer within {self.rules.timeout_s:g} s"
-                raise media_error(source, found, wanted, "check the URL, and the network") from error
+        import httpx  # imported here, because most images are files
 
-    def _follow(self, source: str, line: _Line) -> bytes:
+        try:
+            return asyncio.run(self._follow(source))
+        except (OSError, TimeoutError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
+            late = isinstance(error, TimeoutError)
+            found = "no complete answer in time" if late else _in_words(error)
+            wanted = f"an answer within {self.rules.timeout_s:g} s"
+            raise media_error(source, found, wanted, "check the URL, and the network") from error
+
+    async def _follow(self, source: str) -> bytes:
+        """Return the bytes at a URL, after redirects. (Name look-ups have the resolver's own limits.)"""
+        import httpx
+
         url = source
-        for _ in range(_MAX_REDIRECTS + 1):
-            with _answer(self._checked_url(url, source), line) as response:
-                if response.status == 200:
-                    return self._body(response, source, line)
-                if response.status not in _REDIRECTS:
-                    raise media_error(source, f"HTTP {response.status}", "HTTP 200", "check the URL")
-                url = urljoin(url, response.headers.get("Location", ""))
+        # Single reads have no limit, because a server that sends byte by byte would never exceed it. Proxies of the
+        # environment are not used, because they would see every image.
+        async with (
+            time_limit(self.rules.timeout_s),
+            httpx.AsyncClient(trust_env=False, timeout=None, headers=_HEADERS, verify=_certificates()) as client,
+        ):
+            for _ in range(_MAX_REDIRECTS + 1):
+                async with client.stream("GET", _target(self._checked_url(url, source))) as response:
+                    if response.status_code == 200:
+                        return await self._body(response, source)
+                    if response.status_code not in _REDIRECTS:
+                        raise media_error(source, f"HTTP {response.status_code}", "HTTP 200", "check the URL")
+                    url = urljoin(url, response.headers.get("Location", ""))
         raise media_error(source, f"more than {_MAX_REDIRECTS} redirects", "the image itself", "use the final URL")
 
-    def _body(self, response: HTTPResponse, source: str, line: _Line) -> bytes:
+    async def _body(self, response: httpx.Response, source: str) -> bytes:
+        import httpx
+
         data = bytearray()
-        while part := response.read(_FETCH_CHUNK_BYTES):
-            data += part
-            # The bytes are counted while they are read, because the announced length may be wrong or missing.
-            check_bytes(len(data), source, self.rules)
-        if line.hung_up:
-            raise TimeoutError(f"{len(data)} bytes so far")
-        # http.client raises nothing when a body ends too soon.
-        if response.length:
-            raise ConnectionError(f"the connection ended after {len(data)} of {len(data) + response.length} bytes")
+        try:
+            async for part in response.aiter_raw():
+                data += part
+                # The bytes are counted while they are read, because the announced length may be wrong or missing.
+                check_bytes(len(data), source, self.rules)
+        except httpx.RemoteProtocolError as error:
+            wanted = response.headers.get("Content-Length", "more")
+            raise ConnectionError(f"the connection ended after {len(data)} of {wanted} bytes") from error
         return bytes(data)
 
     def _checked_url(self, url: str, source: str) -> SplitResult:
@@ -95,9 +110,26 @@ class Fetcher:
         return parts
 
 
-def _in_words(error: Exception) -> str:
-    """Describe an error without the texts of `http.client`, which may quote a URL with a token in it."""
-    return f"{type(error).__name__}: {error}" if isinstance(error, OSError) else type(error).__name__
+def _target(parts: SplitResult) -> httpx.URL:
+    """Return the URL to ask for, made of the parts that were checked: parsing it again could give another host."""
+    import httpx
+
+    path = parts._replace(scheme="", netloc="", fragment="", path=parts.path or "/").geturl()
+    target = quote(path, safe=_URL_CHARS).encode()
+    return httpx.URL(scheme=parts.scheme, host=parts.hostname, port=parts.port, raw_path=target)
+
+
+def _in_words(error: BaseException | None) -> str:
+    """Describe an error by its cause in the operating system. Texts of httpx are left out: they may quote a URL with a
+    token in it."""
+    found, cause = "", error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            # asyncio's own text of a refused connection does not have this word.
+            refused = isinstance(cause, ConnectionRefusedError)
+            found = f"{type(cause).__name__}: {os.strerror(errno.ECONNREFUSED) if refused else cause}"
+        cause = cause.__cause__ or cause.__context__
+    return found or type(error).__name__
 
 
 class _Cache:
@@ -125,71 +157,6 @@ class _Cache:
             while self._used > self._size:
                 self._used -= len(self._kept.popitem(last=False)[1])
         return data
-
-
-class _Line:
-    """The connections of one fetch, one after the other, with one deadline. At the deadline the connection is shut
-    down, so that a server that sends byte by byte cannot extend it. Pauses of this process do not count. (Name look-ups
-    have the resolver's own limits.)"""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._deadline = Deadline(timeout_s)
-        self.hung_up = False
-        self._link: socket.socket | None = None
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._watching = threading.Thread(target=self._watch, daemon=True)
-        self._watching.start()
-
-    def connect(self, address: tuple[str, int]) -> socket.socket:
-        """Return a connection that the caller closes. Raises OSError."""
-        if self.hung_up:
-            raise TimeoutError("redirects took the time")
-        link = socket.create_connection(address, timeout=max(SLICE_S, self._deadline.left_s()))
-        # Single reads have no limit, because the watching thread shuts the connection down at the deadline.
-        link.settimeout(None)
-        with self._lock:
-            self._release()
-            # The socket is duplicated, because TLS takes the descriptor away from the socket that it wraps.
-            self._link = link.dup()
-        # If the deadline has passed while connecting, the watching thread did not see this connection.
-        if self.hung_up:
-            link.close()
-            raise TimeoutError("connecting took the time")
-        return link
-
-    def close(self) -> None:
-        self._closed.set()
-        self._watching.join()
-        self._release()
-
-    def _release(self) -> None:
-        if self._link is not None:
-            self._link.close()
-
-    def _watch(self) -> None:
-        while not self._closed.wait(SLICE_S):
-            if self._deadline.is_over():
-                with self._lock:
-                    self.hung_up = True
-                    if self._link is not None:
-                        with contextlib.suppress(OSError):  # the connection has already ended
-                            self._link.shutdown(socket.SHUT_RDWR)
-                return
-
-
-@contextlib.contextmanager
-def _answer(url: SplitResult, line: _Line) -> Iterator[HTTPResponse]:
-    """Yield the answer to a GET. Proxies are not used, because they would see every image."""
-    secure, host = url.scheme == "https", url.hostname or ""
-    with contextlib.closing(line.connect((host, url.port or (443 if secure else 80)))) as link:
-        connection = HTTPConnection(host, url.port)
-        connection.sock = _certificates().wrap_socket(link, server_hostname=host) if secure else link
-        with contextlib.closing(connection):
-            # The target is made of the parts that were checked, because parsing the URL again could give another host.
-            target = url._replace(scheme="", netloc="", fragment="", path=url.path or "/").geturl()
-            connection.request("GET", quote(target, safe=_URL_CHARS), headers=_HEADERS)
-            yield connection.getresponse()
 
 
 @functools.cache
