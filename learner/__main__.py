@@ -35,10 +35,9 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from enum import StrEnum
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, ParamSpec
 
 import typer
 
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from learner.detector.answers import AnswerSettings
     from shared.config.model import ConfigErrors
 
+P = ParamSpec("P")
 # A rank that lost another rank waits this long before it ends, so that torchrun first sees the rank that failed.
 CAUSE_GRACE_S = 5.0
 PROGRAM = "rollout-learner"
@@ -87,25 +87,16 @@ Overrides = Annotated[
 ]
 Probe = Annotated[bool, typer.Option("--probe", help="Ask the rollout servers too.")]
 WorldSize = Annotated[int | None, typer.Option("--world-size", help="Number of learner ranks.")]
-
-
 ModelOption = Annotated[Path, typer.Option("--model", help="A checkpoint, an export, or a run's folder.")]
 ModelConfigOption = Annotated[
     str | None, typer.Option("--config", help="The run's YAML, for a model without inference.json.")
 ]
-
-
-class AnswersBy(StrEnum):
-    vllm = "vllm"
-    hf = "hf"
-
-
+AnswersBy = Literal["vllm", "hf"]
 BackendOption = Annotated[AnswersBy, typer.Option(help="vLLM in this process, or transformers' generate.")]
-
-
-class Dtype(StrEnum):
-    bfloat16 = "bfloat16"
-    float32 = "float32"
+ComputesIn = Literal["auto", "bfloat16", "float32"]
+DtypeOption = Annotated[ComputesIn, typer.Option(help="auto: bfloat16 on a GPU, float32 without.")]
+ServerOption = Annotated[str | None, typer.Option(help="URL of a rollout server that serves this model.")]
+MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer; default: as in training.")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,6 +115,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _ends(command: Callable[P, int | None]) -> Callable[P, None]:
+    """Make a command that raises typer.Exit with the exit code of `command` (None: 0), after errors too. Only errors in
+    options are raised as they are: for some others typer prints "Aborted", without a traceback."""
+
+    @wraps(command)
+    def run(*arguments: P.args, **options: P.kwargs) -> None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # Names of classes and files may be in any language, also in a terminal that cannot show them.
+            sys.stdout.reconfigure(errors="backslashreplace")
+        try:
+            code = command(*arguments, **options) or 0
+            # A closed pipe (the program that reads the output has ended) is noticed only here.
+            sys.stdout.flush()
+        except typer.BadParameter:
+            raise
+        except ProjectError as error:
+            code = _tell(error)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            code = 130
+        except Exception as error:
+            if isinstance(error, BrokenPipeError) and _nobody_reads():
+                code = 128 + signal.SIGPIPE
+            elif isinstance(error, ImportError | OSError) and (known := missing_package(error)):
+                code = _tell(known)
+            else:
+                traceback.print_exc()
+                code = 1
+        raise typer.Exit(code)
+
+    return run
+
+
 @cache
 def _command() -> Callable[..., object]:
     """Return the command line of all commands, made once."""
@@ -136,6 +160,7 @@ def _group(version: Version = False) -> None:
 
 
 @app.command(epilog=OTHERS)
+@_ends
 def init(
     folder: Annotated[Path, typer.Argument(help="Photographs and annotations: YOLO, COCO, VOC, JSONL or Roboflow's.")],
     out: Annotated[Path, typer.Option(help="The folder for run.yaml and server.yaml.")] = Path(),
@@ -147,28 +172,25 @@ def init(
         Path | None, typer.Option(metavar="MODEL", help="Photographs have no labels: suggest some by this model.")
     ] = None,
     classes: Annotated[str, typer.Option(help="With --label-with: names to look for, separated by commas.")] = "",
-    backend: BackendOption = AnswersBy.vllm,
-) -> None:
+    backend: BackendOption = "vllm",
+) -> int:
     """Look at a folder of photographs, and write run.yaml and server.yaml for it.
 
     It says what it found: format, classes, counts, sizes, and what looks like a mistake. It asks nothing, and replaces
     no file.
     """
+    if label_with is not None:
+        from learner.missing.first_labels import label
 
-    def work() -> int:
-        if label_with is not None:
-            from learner.missing.first_labels import label
+        return label(folder, out, label_with, _listed(classes), _answers(backend, None))
+    from learner.doctor.init import init
 
-            return label(folder, out, label_with, _listed(classes), _answers(backend, None))
-        from learner.doctor.init import init
-
-        _tell_progress()
-        return init(folder, out, image_root=image_root, model=model)
-
-    _end(work)
+    _tell_progress()
+    return init(folder, out, image_root=image_root, model=model)
 
 
 @app.command(epilog=OTHERS)
+@_ends
 def train(
     config: ConfigOption,
     overrides: Overrides = None,
@@ -176,16 +198,17 @@ def train(
     probe: Annotated[bool, typer.Option("--probe", help="With --check: ask the rollout servers too.")] = False,
     world_size: Annotated[int | None, typer.Option("--world-size", help="With --check: number of ranks.")] = None,
     stage: Annotated[bool, typer.Option("--stage", hidden=True)] = False,  # for a recipe's stages
-) -> None:
+) -> int:
     """Train. This process is one rank; torchrun starts several."""
     if not check and (probe or world_size is not None):
         raise typer.BadParameter("--probe and --world-size go with --check")
     if check:
-        _end(lambda: _check(config, overrides or (), probe, world_size))
-    _end(lambda: _train(config, overrides or (), stage))
+        return _check(config, overrides or (), probe, world_size)
+    return _train(config, overrides or (), stage)
 
 
 @app.command(epilog=OTHERS)
+@_ends
 def recipe(
     config: ConfigOption,
     minutes: Annotated[
@@ -203,7 +226,7 @@ def recipe(
         int, typer.Option(help="With --only-measure: answers drawn to each scene at temperature 1: K.", min=2)
     ] = 8,
     json: Annotated[Path | None, typer.Option(help="With --only-measure: write the features to this file too.")] = None,
-) -> None:
+) -> int:
     """Choose the methods and train: sft on completed labels, then grpo if it helps.
 
     It measures, decides and says why, all in one run directory. Validation decides, so the result is never worse than
@@ -217,16 +240,16 @@ def recipe(
     if not only_measure and json is not None:
         raise typer.BadParameter("--json goes with --only-measure")
 
-    def measure() -> int:
-        from learner.predict.measure import MeasureSettings, predict_gain
+    if minutes is not None:
+        return _recipe(config, overrides or (), minutes, nproc)
+    from learner.predict.measure import MeasureSettings, predict_gain
 
-        asked = MeasureSettings(num_samples=samples, num_generations=generations)
-        return predict_gain(config, overrides or (), asked=asked, json_path=json)
-
-    _end(measure if minutes is None else lambda: _recipe(config, overrides or (), minutes, nproc))
+    asked = MeasureSettings(num_samples=samples, num_generations=generations)
+    return predict_gain(config, overrides or (), asked=asked, json_path=json)
 
 
 @app.command(epilog=OTHERS)
+@_ends
 def check(
     config: ConfigOption,
     overrides: Overrides = None,
@@ -236,7 +259,7 @@ def check(
     draw: Annotated[int, typer.Option(min=0, help="Draw so many training photographs, with labels, augmented.")] = 0,
     out: Annotated[Path, typer.Option(help="The folder for what is drawn.")] = Path("check-pictures"),
     machine: Annotated[bool, typer.Option("--machine", help="Check this machine and the rollout servers too.")] = False,
-) -> None:
+) -> int:
     """Check a configuration and its data; with --machine also this machine and the servers.
 
     Prints every mistake, or what the data is and that the run is ready. Starts nothing, but imports the parts that the
@@ -247,74 +270,55 @@ def check(
     and its devices.
     """
     if not machine:
-        _end(lambda: _check(config, overrides or (), probe, world_size, people=not json, draw=draw, out=out))
-    # `_end` raises, so this is reached with --machine only.
+        return _check(config, overrides or (), probe, world_size, people=not json, draw=draw, out=out)
     if draw or probe:
         raise typer.BadParameter("--draw and --probe do not go with --machine, which asks the servers too")
+    from learner.doctor.check import check_machine
 
-    def work() -> int:
-        from learner.doctor.check import check_machine
-
-        return check_machine(config, overrides or (), world_size=world_size, environment=os.environ, people=not json)
-
-    _end(work)
+    return check_machine(config, overrides or (), world_size=world_size, environment=os.environ, people=not json)
 
 
 @app.command(epilog=OTHERS)
+@_ends
 def export(
     model: ModelOption,
     out: Annotated[Path, typer.Option(help="The folder to write.")],
-    dtype: Annotated[Dtype, typer.Option(help="The type of the weights.")] = Dtype.bfloat16,
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="The type of the weights.")] = "bfloat16",
     config: ModelConfigOption = None,
 ) -> None:
     """Write a checkpoint as a model to serve, with its adapters merged and a model card.
 
     The card, README.md, has the run's figures. `hf upload OWNER/NAME DIR` publishes the folder.
     """
+    from learner.detector.card import notes_of
+    from learner.detector.model import model_folder, only_its_files
+    from learner.run.best import only_worse
+    from learner.wiring.build import export
 
-    def work() -> int:
-        from learner.detector.card import notes_of
-        from learner.detector.model import model_folder, only_its_files
-        from learner.run.best import only_worse
-        from learner.wiring.build import export
-
-        folder = model_folder(model)
-        if (worse := only_worse(model)) is not None:
-            print(f"warning: {model}: {worse}; its newest weights are written, {folder.name}", file=sys.stderr)
-        notes = notes_of(folder, out.resolve().name, config=config, tell=_warn)
-        with only_its_files(folder) as (shown, left_out):
-            export(shown, out, dtype.value, notes)
-        print(f"wrote {out}, from {folder}")
-        if left_out:
-            _warn(f"not exported, because they are not the model's own files: {', '.join(left_out)}")
-        return 0
-
-    _end(work)
+    folder = model_folder(model)
+    if (worse := only_worse(model)) is not None:
+        _warn(f"{model}: {worse}; its newest weights are written, {folder.name}")
+    notes = notes_of(folder, out.resolve().name, config=config, tell=_warn)
+    with only_its_files(folder) as (shown, left_out):
+        export(shown, out, dtype, notes)
+    print(f"wrote {out}, from {folder}")
+    if left_out:
+        _warn(f"not exported, because they are not the model's own files: {', '.join(left_out)}")
 
 
 def _warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
 
 
-class ComputesIn(StrEnum):
-    auto = "auto"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-
-
-ServerOption = Annotated[str | None, typer.Option(help="URL of a rollout server that serves this model.")]
-MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer; default: as in training.")]
-DtypeOption = Annotated[ComputesIn, typer.Option(help="auto: bfloat16 on a GPU, float32 without.")]
-
-
 @app.command(epilog=OTHERS)
+@_ends
 def predict(
     inputs: Annotated[
         list[str], typer.Argument(metavar="INPUT...", help="Photographs, folders, patterns, or annotation files.")
     ],
     model: ModelOption,
     out: Annotated[Path, typer.Option(help="The folder for results; a second command goes on there.")],
-    backend: BackendOption = AnswersBy.vllm,
+    backend: BackendOption = "vllm",
     server: ServerOption = None,
     samples: Annotated[int, typer.Option(min=0, max=64, help="Drawn answers of each image: better scores.")] = 0,
     conf: Annotated[
@@ -327,47 +331,44 @@ def predict(
     max_new_tokens: MaxNewTokens = None,
     prompt: Annotated[str | None, typer.Option(help="Instead of the prompt of training.")] = None,
     config: ModelConfigOption = None,
-    dtype: DtypeOption = ComputesIn.auto,
+    dtype: DtypeOption = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Forget what is in the folder.")] = False,
-) -> None:
+) -> int:
     """Find objects in photographs.
 
     It writes pictures with boxes, COCO results, a CSV and a page. The exit code is 1 if a photograph could not be read.
     """
+    from learner.detector.command import Options, predict
 
-    def work() -> int:
-        from learner.detector.command import Options, predict
-
-        asked = _answers(backend, server, samples=samples, max_new_tokens=max_new_tokens, dtype=dtype)
-        options = Options(
-            model=model,
-            inputs=tuple(inputs),
-            out=out,
-            asked=asked,
-            config=config,
-            prompt=prompt,
-            conf=conf,
-            classes=_listed(classes or ""),
-            tile=tile,
-            overwrite=overwrite,
-        )
-        return predict(options)
-
-    _end(work)
+    asked = _answers(backend, server, samples=samples, max_new_tokens=max_new_tokens, dtype=dtype)
+    options = Options(
+        model=model,
+        inputs=tuple(inputs),
+        out=out,
+        asked=asked,
+        config=config,
+        prompt=prompt,
+        conf=conf,
+        classes=_listed(classes or ""),
+        tile=tile,
+        overwrite=overwrite,
+    )
+    return predict(options)
 
 
 @app.command(epilog=OTHERS)
+@_ends
 def calibrate(
     annotations: Annotated[str, typer.Argument(help="Annotated images that the model was not trained on.")],
     model: ModelOption,
     samples: Annotated[str, typer.Option(help="Numbers of drawn answers to calibrate for.")] = "0,4",
-    backend: BackendOption = AnswersBy.vllm,
+    backend: BackendOption = "vllm",
     server: ServerOption = None,
     max_new_tokens: MaxNewTokens = None,
     config: ModelConfigOption = None,
-    dtype: DtypeOption = ComputesIn.auto,
+    dtype: DtypeOption = "auto",
     out: Annotated[Path | None, typer.Option(help="Default: calibration.json beside the model.")] = None,
-) -> None:
+) -> int:
     """Fit the scores of a model's boxes.
 
     The model answers validation images. The answers give calibration.json, with which predict says how probably a box
@@ -375,26 +376,16 @@ def calibrate(
     """
 
     numbers = _numbers(samples, "--samples")
+    from learner.detector.calibration import CalibrateOptions, calibrate
 
-    def work() -> int:
-        from learner.detector.calibration import CalibrateOptions, calibrate
-
-        asked = _answers(backend, server, max_new_tokens=max_new_tokens, dtype=dtype)
-        return calibrate(
-            CalibrateOptions(
-                model=model,
-                annotations=annotations,
-                asked=asked,
-                samples=numbers,
-                config=config,
-                out=out,
-            )
-        )
-
-    _end(work)
+    asked = _answers(backend, server, max_new_tokens=max_new_tokens, dtype=dtype)
+    return calibrate(
+        CalibrateOptions(model=model, annotations=annotations, asked=asked, samples=numbers, config=config, out=out)
+    )
 
 
 @app.command(epilog=OTHERS)
+@_ends
 def evaluate(
     annotations: Annotated[str, typer.Argument(help="An annotation file of any format.")],
     out: Annotated[Path, typer.Option(help="The folder for evaluation.json and the page.")],
@@ -413,7 +404,7 @@ def evaluate(
     ] = None,
     samples: Annotated[int, typer.Option(min=0, max=64, help="Drawn answers of each image, of models.")] = 0,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer, of models.")] = None,
-    backend: BackendOption = AnswersBy.vllm,
+    backend: BackendOption = "vllm",
     server: ServerOption = None,
     image_root: Annotated[str | None, typer.Option(help="Where relative image paths start.")] = None,
     names: Annotated[
@@ -432,7 +423,7 @@ def evaluate(
         bool, typer.Option("--ignore-border", help="Leave out boxes that touch the border of their image.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that evaluate did not write.")] = False,
-) -> None:
+) -> int:
     """Compare detectors on an annotation file.
 
     It shows F1 at the best threshold, AP, calibration and classes, with intervals, and the difference of every two
@@ -440,30 +431,26 @@ def evaluate(
     """
     given, answering = _named(predictions, "--predictions"), _named(model, "--model")
     held_out, retained = _named(val_predictions, "--val-predictions"), _named(retain, "--retain")
+    from learner.detector.evaluate import EvaluateOptions, evaluate
+    from learner.detector.results_in import ReadAs
 
-    def work() -> int:
-        from learner.detector.evaluate import EvaluateOptions, evaluate
-        from learner.detector.results_in import ReadAs
-
-        asked = _answers(backend, server, samples=samples, max_new_tokens=max_new_tokens)
-        options = EvaluateOptions(
-            annotations=annotations,
-            predictions=given,
-            models=answering,
-            val=val,
-            val_predictions=held_out,
-            retain=retained,
-            asked=asked,
-            image_root=image_root,
-            read_as=ReadAs.of(names, coordinates, box_format),
-            audit=audit,
-            ignore_border=ignore_border,
-            out=out,
-            overwrite=overwrite,
-        )
-        return evaluate(options)
-
-    _end(work)
+    asked = _answers(backend, server, samples=samples, max_new_tokens=max_new_tokens)
+    options = EvaluateOptions(
+        annotations=annotations,
+        predictions=given,
+        models=answering,
+        val=val,
+        val_predictions=held_out,
+        retain=retained,
+        asked=asked,
+        image_root=image_root,
+        read_as=ReadAs.of(names, coordinates, box_format),
+        audit=audit,
+        ignore_border=ignore_border,
+        out=out,
+        overwrite=overwrite,
+    )
+    return evaluate(options)
 
 
 def _tell_progress() -> None:
@@ -486,18 +473,18 @@ def _answers(
     *,
     samples: int = 0,
     max_new_tokens: int | None = None,
-    dtype: ComputesIn = ComputesIn.auto,
+    dtype: ComputesIn = "auto",
 ) -> AnswerSettings:
     """Return the settings for a model's answers, with the server's token from the environment."""
     from learner.detector.answers import AnswerSettings
     from shared.tokens import read_token
 
     return AnswerSettings(
-        backend=backend.value,
+        backend=backend,
         server=server,
         samples=samples,
         max_new_tokens=max_new_tokens,
-        dtype=dtype.value,
+        dtype=dtype,
         token=read_token(os.environ),
     )
 
@@ -526,6 +513,7 @@ def _numbers(text: str, option: str) -> list[int]:
 
 
 @app.command(epilog=OTHERS)
+@_ends
 def report(
     run_dir: Annotated[Path, typer.Argument(help="A run, or a folder of runs.")],
     out: Annotated[Path | None, typer.Option(help="The file to write; default: RUN_DIR/report.html.")] = None,
@@ -537,28 +525,25 @@ def report(
         bool,
         typer.Option("--send-token", help="With --live: send ROLLOUT_SERVER_TOKEN to the servers that the run names."),
     ] = False,
-) -> None:
+) -> int:
     """Write a run's report as one HTML page, or follow a run in the browser."""
     if live and (out or compare):
         raise typer.BadParameter("--out and --compare do not go with --live")
+    if live:
+        from learner.report.live import serve
 
-    def work() -> int:
-        if live:
-            from learner.report.live import serve
+        return serve(run_dir, host=host, port=port, send_token=send_token)
+    from learner.report.page import write_report
 
-            return serve(run_dir, host=host, port=port, send_token=send_token)
-        from learner.report.page import write_report
-
-        print(write_report(run_dir, out=out, compare=compare))
-        return 0
-
-    _end(work)
+    print(write_report(run_dir, out=out, compare=compare))
+    return 0
 
 
 SuggestionsDir = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of find-missing suggest.")]
 
 
 @missing.command("suggest")
+@_ends
 def suggest_missing(
     annotations: Annotated[
         str,
@@ -576,81 +561,66 @@ def suggest_missing(
         ),
     ] = None,
     image_root: Annotated[str | None, typer.Option(help="Where relative image paths start.")] = None,
-    backend: BackendOption = AnswersBy.vllm,
+    backend: BackendOption = "vllm",
     server: ServerOption = None,
     config: ModelConfigOption = None,
-    dtype: DtypeOption = ComputesIn.auto,
+    dtype: DtypeOption = "auto",
 ) -> None:
     """Ask the model several times about each image. It lists the boxes that answers agree on and nobody labelled, best
     first."""
+    from learner.detector.command import quiet
+    from learner.detector.model import find_model
+    from learner.missing.suggest import annotations_of, suggest
 
-    def work() -> int:
-        from learner.detector.command import quiet
-        from learner.detector.model import find_model
-        from learner.missing.suggest import annotations_of, suggest
-
-        quiet()
-        asked = _answers(backend, server, samples=samples, dtype=dtype)
-        files = find_model(model, config=config)
-        for warning in files.warnings:
-            print(f"warning: {warning}", file=sys.stderr)
-        data = annotations_of(files, annotations, image_root=image_root, named=config is not None)
-        found = suggest(files, data, out, asked, tiles=tile or (), tell=lambda text: print(text, file=sys.stderr))
-        print(f"{len(found)} suggestions; review them: {PROGRAM} find-missing review {shlex.quote(str(out))}")
-        return 0
-
-    _end(work)
+    quiet()
+    asked = _answers(backend, server, samples=samples, dtype=dtype)
+    files = find_model(model, config=config)
+    for warning in files.warnings:
+        _warn(warning)
+    data = annotations_of(files, annotations, image_root=image_root, named=config is not None)
+    found = suggest(files, data, out, asked, tiles=tile or (), tell=lambda text: print(text, file=sys.stderr))
+    print(f"{len(found)} suggestions; review them: {PROGRAM} find-missing review {shlex.quote(str(out))}")
 
 
 @missing.command("review")
+@_ends
 def review_missing(
     folder: SuggestionsDir,
     port: Annotated[int, typer.Option(help="The port to listen at.", min=1, max=65535)] = 8791,
-) -> None:
+) -> int:
     """Serve a page for one person: accept, reject, fix the name. Decisions are saved in the folder."""
+    from learner.missing.review import serve
 
-    def work() -> int:
-        from learner.missing.review import serve
-
-        return serve(folder, port=port)
-
-    _end(work)
+    return serve(folder, port=port)
 
 
 @missing.command("audit")
+@_ends
 def audit_missing(
     folder: SuggestionsDir,
     number: Annotated[int, typer.Option(help="Suggestions that are drawn to be judged.", min=1)] = 60,
     port: Annotated[int, typer.Option(help="The port to listen at.", min=1, max=65535)] = 8791,
-) -> None:
+) -> int:
     """Serve a page on which one person judges a random sample of the suggestions: right, wrong name, nothing there,
     cannot tell. From `audit.json` in the folder, a run knows how often suggestions are right
     (`labels.complete.audit`)."""
+    from learner.missing.review import serve
 
-    def work() -> int:
-        from learner.missing.review import serve
-
-        return serve(folder, port=port, audit=number)
-
-    _end(work)
+    return serve(folder, port=port, audit=number)
 
 
 @missing.command("write")
+@_ends
 def write_missing(
     folder: SuggestionsDir,
     out: Annotated[Path, typer.Option(help="The new annotations; nothing is overwritten.")],
 ) -> None:
     """Write the annotations with the accepted objects, in the format that they came in."""
+    from learner.missing.review import added_in_words, to_train_on, write_reviewed
+    from learner.missing.suggest import key_of
 
-    def work() -> int:
-        from learner.missing.review import added_in_words, to_train_on, write_reviewed
-        from learner.missing.suggest import key_of
-
-        print(f"wrote {out}: {added_in_words(write_reviewed(folder, out), folder)}")
-        print(f'for the next run: data.{key_of(folder)}="{to_train_on(folder, out)}"')
-        return 0
-
-    _end(work)
+    print(f"wrote {out}: {added_in_words(write_reviewed(folder, out), folder)}")
+    print(f'for the next run: data.{key_of(folder)}="{to_train_on(folder, out)}"')
 
 
 RunDir = Annotated[Path, typer.Option("--run", help="The run directory (training.output_dir).")]
@@ -658,36 +628,34 @@ ServerUrl = Annotated[str, typer.Argument(metavar="URL", help="The server's base
 
 
 @servers.command("list")
+@_ends
 def list_servers(run: RunDir) -> None:
     """Print the run's servers: which serve, which are left out, since when and why."""
+    from learner.rollout.control import read_state, state_lines
 
-    def work() -> int:
-        from learner.rollout.control import read_state, state_lines
-
-        print("\n".join(state_lines(read_state(run))))
-        return 0
-
-    _end(work)
+    print("\n".join(state_lines(read_state(run))))
 
 
 @servers.command("add")
+@_ends
 def add_server(
     url: ServerUrl,
     run: RunDir,
     group_port: Annotated[int, typer.Option(help="TCP port of the weight sync on the server's host.")] = 51216,
 ) -> None:
     """Let a server join at the end of a step, after a full weight sync. The server's token must be the run's token."""
-    _end(lambda: _ask_servers(run, "add", url, group_port))
+    _ask_servers(run, "add", url, group_port)
 
 
 @servers.command("remove")
+@_ends
 def remove_server(url: ServerUrl, run: RunDir) -> None:
     """Send a server no more requests after the end of the step. The server can be stopped after the next weight
     sync."""
-    _end(lambda: _ask_servers(run, "remove", url, None))
+    _ask_servers(run, "remove", url, None)
 
 
-def _ask_servers(run: Path, action: Literal["add", "remove"], url: str, group_port: int | None) -> int:
+def _ask_servers(run: Path, action: Literal["add", "remove"], url: str, group_port: int | None) -> None:
     from learner.config.sections.servers import entry_mistakes
     from learner.rollout.control import ServerRequest, ask
     from shared.config.model import ConfigErrors
@@ -696,36 +664,28 @@ def _ask_servers(run: Path, action: Literal["add", "remove"], url: str, group_po
         raise ConfigErrors(f"servers {action}: the server cannot be named like this", mistakes=mistakes)
     ask(run, ServerRequest(action=action, base_url=url.rstrip("/"), group_port=group_port or 0))
     print(f"asked: {action} {url}. The run takes it at the end of a step; `servers list` shows the result")
-    return 0
 
 
 @app.command(epilog=OTHERS)
+@_ends
 def split(
     config: ConfigOption,
     out: Annotated[Path, typer.Option(help="The folder for train.txt, val.txt and test.txt.")],
     overrides: Overrides = None,
-) -> None:
+) -> int:
     """Write lists of the photographs that a run trains on and is evaluated on, also for YOLO trainers."""
+    from learner.doctor.lists import write_lists
 
-    def work() -> int:
-        from learner.doctor.lists import write_lists
-
-        return write_lists(config, out, overrides or ())
-
-    _end(work)
+    return write_lists(config, out, overrides or ())
 
 
 @app.command(epilog=OTHERS)
+@_ends
 def schema() -> None:
     """Print the JSON Schema of run.yaml, with which editors complete and check its keys."""
+    from shared.config.json_schema import json_schema
 
-    def work() -> int:
-        from shared.config.json_schema import json_schema
-
-        print(json_schema("learner"), end="")
-        return 0
-
-    _end(work)
+    print(json_schema("learner"), end="")
 
 
 def _check(
@@ -820,32 +780,6 @@ def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:
     # By default a thread that reads rollouts may hold Python's lock for 5 ms, while the GPU waits for its next launch.
     shorten_turns()
     return config
-
-
-def _end(work: Callable[[], int]) -> None:
-    """Do the work of a command and raise typer.Exit with its exit code. No other error is raised: typer prints only
-    "Aborted" for some, without a traceback."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Names of classes and files may be in any language, also in a terminal that cannot show them.
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        code = work()
-        # A closed pipe (the program that reads the output has ended) is noticed only here.
-        sys.stdout.flush()
-    except ProjectError as error:
-        code = _tell(error)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        code = 130
-    except Exception as error:
-        if isinstance(error, BrokenPipeError) and _nobody_reads():
-            code = 128 + signal.SIGPIPE
-        elif isinstance(error, ImportError | OSError) and (known := missing_package(error)):
-            code = _tell(known)
-        else:
-            traceback.print_exc()
-            code = 1
-    raise typer.Exit(code)
 
 
 def _nobody_reads() -> bool:

@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from deploy.demo import build_data
-from learner.__main__ import _end, main
+from learner.__main__ import _ends, main
 from learner.detector.answers import Answers
 from learner.journal.log import MetricsLog, log_to_file
 from learner.report.page import write_report
@@ -188,7 +188,7 @@ def test_a_folder_that_can_t_be_written_is_said_before_the_model_is_loaded(
     config = make_config(tiny_text, tmp_path, max_steps=1, output_dir=str(folder))
     monkeypatch.setattr(build, "load_policy", None)
     with pytest.raises(typer.Exit) as caught:
-        _end(lambda: build.train(config, environment={}))
+        _ends(lambda: build.train(config, environment={}))()
     said = capsys.readouterr().err
     assert caught.value.exit_code == 2
     assert "training.output_dir: " in said
