@@ -1,6 +1,6 @@
 """Start rollout servers and the learner together, each on its devices: `rollout-launch --config launch.yaml
 [KEY=VALUE ...]`, or `python -m deploy.launch`, which is the same. With `--to slurm | kubernetes | skypilot | compose
---out DIR` it starts nothing, and writes what that place needs (`deploy.places`).
+--out DIR` it starts nothing, and writes the files for that place (`deploy.places`).
 
     servers:                                   # all must be ready before the learner starts
       - {config: server.yaml, devices: [0, 1, 2], max_restarts: 3}
@@ -13,10 +13,10 @@ Every configuration, and the learner's folder, is checked before anything starts
 
 If a server ends before the learner has started, the launch ends. A server that ends later is restarted up to
 `max_restarts` times, each time after a longer wait; after an uptime of STEADY_S the count begins anew. A server that
-ends after its last restart is given up. Once all servers are given up, the run ends. A server counts as ready only if
+ends after its last restart is not started again. Once no server is left, the run ends. A server counts as ready only if
 its answer has the `server_id` of the process that was started here, so an older server on the same port does not count.
 
-Whatever happens, no started process is left at the end. If this program is killed, the kernel ends its children.
+At the end no started process is left, even after an error. If this program is killed, the kernel ends its children.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class Processes:
         log: Path | None = None,
         again: bool = False,
     ) -> Process:
-        """Start a program in a session of its own. `devices`: its CUDA_VISIBLE_DEVICES; (): all. `again`: append to
-        `log`. The program is killed when the calling thread ends."""
+        """Start a program in a session of its own. `devices`: its CUDA_VISIBLE_DEVICES; () for all devices. `again`:
+        append to `log`. The program is killed when the calling thread ends."""
         server_id, parent_pid = uuid.uuid4().hex[:12], os.getpid()
         env = os.environ | without_working_directory(os.environ) | {SERVER_ID_VARIABLE: server_id}
         if devices:
@@ -201,7 +201,7 @@ def start_server(
 
 def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequence[Process] = ()) -> float:
     """Wait until `server` itself, not another one at the same address, answers `/ready/` with 200. Return the seconds
-    that the wait took. The servers `beside` must stay alive meanwhile.
+    that the wait took. The servers `beside` must not end meanwhile.
 
     Raises ServerError, which shows the end of the log, if one of these servers ends first. Raises DeadlineError after
     `timeout_s`.
@@ -214,8 +214,8 @@ def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequenc
             # An older server at this port would answer at once, so the answer must name this start.
             if not (said := look(client, base_url, server.server_id)):
                 return time.monotonic() - started
-            # The time is checked after `look`. Otherwise a launcher that was paused for long would give up a server
-            # that has become ready meanwhile.
+            # The time is checked after `look`. Otherwise a launcher that was paused for long would raise an error for a
+            # server that has become ready meanwhile.
             if not retry.wait():
                 break
     raise DeadlineError(
@@ -286,7 +286,7 @@ class Server:
 
     def look(self, client: httpx.Client, ready_timeout_s: float) -> None:
         """Check the server once. If the pause before its restart is over, restart it. If it is ready again, print that.
-        If it has ended, plan its next restart or give it up."""
+        If it has ended, plan its next restart, unless it has none left."""
         now = awake_s()
         if self.given_up:
             return
@@ -365,7 +365,7 @@ def check(config: LaunchConfig) -> int:
 
 def _run_beside(learner: Process, servers: Sequence[Server], ready_timeout_s: float) -> int:
     """Wait for the learner's end, and return its exit code. Meanwhile, ended servers are restarted. Raises ServerError
-    once all servers are given up."""
+    once no server is left."""
     with httpx.Client(trust_env=False, timeout=1.0) as client:
         while (code := learner.popen.poll()) is None:
             for server in servers:

@@ -22,7 +22,7 @@ from shared.config.parse import load_yaml, parse
 from shared.tokens import read_token
 
 Device = Annotated[int, Field(ge=0)]
-# only one line, because a second line would run as code
+# an sbatch option must be a single line, because a second line would run as code
 SbatchOption = Annotated[str, Field(pattern=r"^-[^\x00-\x1f\x7f-\x9f]+$")]
 LEARNER_SHARE = 0.1  # min fraction of a device's memory that servers must leave to a learner on the same device
 NO_IMAGE = "REPLACE-ME@sha256:REPLACE-ME"
@@ -155,7 +155,7 @@ def shares_fit(config: LaunchConfig, shares: Sequence[float]) -> Iterator[Mistak
         here = [i for i, server in enumerate(config.servers) if device in server.devices]
         taken = sum(shares[i] for i in here)
         most = 1.0 - LEARNER_SHARE if device in config.learner.devices else 1.0
-        # Shares such as 0.3 and 0.6 add up to a little more or less than 0.9 in floating point.
+        # Fractions such as 0.3 and 0.6 add up to a little more or less than 0.9 in floating point.
         if taken > most + 1e-9:
             beside = "beside the learner" if most < 1.0 else "together"
             yield Mistake(
@@ -167,7 +167,7 @@ def shares_fit(config: LaunchConfig, shares: Sequence[float]) -> Iterator[Mistak
 
 
 def rank_devices(config: LaunchConfig) -> Iterator[Mistake]:
-    """Yield a mistake if the learner's devices are named, but are not exactly one per rank."""
+    """Yield a mistake if the learner's devices are named, but their number is not the number of ranks."""
     devices, nproc = config.learner.devices, config.learner.nproc
     if devices and len(devices) != nproc:
         wanted, remedy = f"one for each of the {nproc} rank(s)", "name as many devices, or change learner.nproc"

@@ -174,12 +174,12 @@ def _prepare_environment(config: ServerConfig) -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         # All workers are on this machine. By default the workers' gloo groups would listen at the address of the
-        # machine's name, and accept connections from anybody.
+        # machine's host name, and accept connections from anybody.
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_HOST_IP": "127.0.0.1",
-        # vLLM kills its CPU workers after 1 s, because they never end by themselves
+        # seconds until vLLM kills its CPU workers, which never end by themselves
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
-        "TOKENIZERS_PARALLELISM": "false",  # the tokenizer runs on our threads, and needs none of its own
+        "TOKENIZERS_PARALLELISM": "false",  # the server calls the tokenizer on its own threads
         **FEW_SHAPES,
     }
     # The environment variable would override this argument.
@@ -189,7 +189,8 @@ def _prepare_environment(config: ServerConfig) -> None:
         settings |= {"OMP_NUM_THREADS": str(config.cpu_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for name, value in settings.items():
         os.environ.setdefault(name, value)
-    # An inherited value is overwritten: it may be another server's process id, and the workers would watch that server.
+    # An inherited value is overwritten, because it may be the process id of another server, which the workers would
+    # then watch.
     os.environ[SERVER_PID_VARIABLE] = str(os.getpid())
 
 

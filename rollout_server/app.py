@@ -60,7 +60,7 @@ from shared.wire import (
 
 JSON, EVENTS = "application/json", "text/event-stream"
 _AS_OPENAI = "as OpenAI's; an error is an `OpenAIError`"
-_OPEN = ("/health", "/ready")  # paths that need no token: they tell a probe only the state and the server's id
+_OPEN = ("/health", "/ready")  # paths that need no token: their answers have only the state and the server's id
 
 # Examples for the OpenAPI document.
 _PROMPT = RolloutInferRequest(
@@ -81,7 +81,7 @@ _OUTPUT = RolloutOutput(
 
 
 def create_app(service: RolloutService, token: str | None) -> FastAPI:
-    """Build the application. `token`: the bearer token that every call but the probes must bring; None: no token."""
+    """Build the application. `token`: the bearer token that every call except probes must have; None: no token."""
     config = service.config
     app = FastAPI(
         title="rollout server",

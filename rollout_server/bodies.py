@@ -106,8 +106,8 @@ def _check_tools(path: str, value: object) -> None:
 
 
 async def _num_objects(value: object, turns: _Turns) -> int:
-    """Return the number of objects and lists in `value`. Raises ValueError if there are too many, or one has too many
-    fields: building them takes far more memory than their bytes."""
+    """Return the number of objects and lists in `value`. Raises ValueError if there are too many, or if an object has
+    too many fields, because the built objects take far more memory than the body."""
     todo, num_seen = [value], 0
     while todo:
         part = todo.pop()

@@ -91,7 +91,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._waiting, self._config = waiting, waiting.config
         self._num_idle_bytes = 0  # bytes received since the last part of a body, or since the end of the headers
-        self._in_message = False  # True until the end of the current request has come
+        self._in_message = False  # True until the end of the current request has arrived
         self._headers_ended = False
         # timer that drops the connection if the headers, or the rest of a refused body, come too late
         self._caller_due: asyncio.TimerHandle | None = None
@@ -150,7 +150,7 @@ class Connection(HttpToolsProtocol):
         # With pipelining, the connection is not idle if the caller has already sent its next request.
         if self.cycle.response_complete:
             self._waiting.add(self)
-            # The request was refused before its whole body came, and the caller may never send the rest.
+            # The request was refused before its whole body arrived, and the caller may never send the rest.
             if self._in_message:
                 self._await_caller(guards.BODY_S)
 

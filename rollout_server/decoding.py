@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 MOST_COST = 256_000_000  # max pixels times scans of one request's images: a measure of decoding time
 MOST_PIXELS = 2_000_000_000  # max pixels in the images of all running requests; a pixel takes 4 bytes
 DECODE_S = 20.0  # longest decoding of one request's images
-_HEAD = struct.Struct("<cQ")  # begins a message: its kind (see below), and the number of bytes that follow
+_HEAD = struct.Struct("<cQ")  # header of a message: its kind (see below), and the number of bytes that follow
 _LOOK, _DECODE, _ERROR = b"l", b"d", b"e"
 _NUMBERS = struct.Struct("<QQ")
 # environment variables that are passed on, because Python may not start without them
@@ -65,7 +65,7 @@ class PixelShare:
         share is closed."""
         self._budget.take(num_pixels, self.closed)
         self._num_pixels += num_pixels
-        # If the share was closed during the wait, nobody would give these pixels back.
+        # If the share was closed during the wait, these pixels would never be given back.
         if self.closed.is_set():
             self.close()
 
@@ -76,8 +76,8 @@ class PixelShare:
 
 
 class Budget:
-    """Counts the pixels of all decoded images. `take` waits while the sum would exceed `most`, but never if no other
-    image is held."""
+    """Counts the pixels of all decoded images. `take` waits while the sum would exceed `most`, but not if there is no
+    other image."""
 
     def __init__(self, most: int, timeout_s: float) -> None:
         self._most, self._timeout_s = most, timeout_s
@@ -87,7 +87,7 @@ class Budget:
     def take(self, num_pixels: int, closed: threading.Event) -> None:
         deadline = Deadline(self._timeout_s)
         with self._changed:
-            # A request waits only while other images are held. If none are held, waiting would make no room.
+            # A request waits only while there are other images. Without other images, waiting would make no room.
             while self.num_held and self.num_held + num_pixels > self._most:
                 check_open(closed)
                 if deadline.is_over():
@@ -181,7 +181,7 @@ class Decoders:
         try:
             yield process
         except BaseException:
-            # The process may still answer, and its late answer would be taken for the answer about the next image.
+            # A late answer of this process would be taken for the answer about the next image.
             process.kill()
             raise
         self._idle.put(process)
@@ -206,12 +206,13 @@ class _Process:
                 pass_fds=[theirs.fileno()],
                 env=env,
                 stdin=subprocess.DEVNULL,
-                # With a session of its own, the process gets no Ctrl-C of the terminal. Only the server gets it.
+                # In its own session the process does not get the terminal's Ctrl-C, which only the server must get.
                 start_new_session=True,
             )
 
     def ask(self, what: bytes, data: bytes, check: Callable[[], None]) -> tuple[bytes, bytearray]:
-        """Send a request, and return the kind and bytes of the answer. `check` raises when it is time to give up."""
+        """Send a request, and return the kind and bytes of the answer. `check` raises an error when the wait must
+        end."""
         try:
             _send(self._link, _HEAD.pack(what, len(data)), check)
             _send(self._link, data, check)
@@ -273,7 +274,7 @@ def _image(answer: bytearray) -> Image.Image:
 def work(link: socket.socket, max_pixels: int) -> None:
     """Decode images for the server until it closes the link. This function is the body of a decoding process."""
     limit = _OTHER_BYTES + _BYTES_PER_PIXEL * max_pixels
-    # An image may not use up the machine's memory, nor leave a core dump if it crashes this process.
+    # The limits keep an image from using up the machine's memory, and a crash from writing a core dump.
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     images = Images(ImageRules(roots=(), max_pixels=max_pixels, keys="the server's "))
@@ -293,7 +294,7 @@ def _answer(images: Images, what: bytes, data: bytes) -> tuple[bytes, bytes]:
         return what, _NUMBERS.pack(*image.size) + image.tobytes()
     except MediaError as error:
         return _ERROR, json.dumps([error.found, error.wanted, error.remedy]).encode()
-    # A broken image may reach the limit of RLIMIT_AS. The process goes on with the next image.
+    # A broken image may reach the limit of RLIMIT_AS. The process continues with the next image.
     except MemoryError:
         return _ERROR, json.dumps(["more memory than its pixels take", "a sound image", "save it again"]).encode()
 

@@ -66,10 +66,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _MAX_TOKENS = "request_config.max_tokens"
 END_S = 12.0  # max wait for the engine's processes to end; containers allow 15 s beyond `shutdown_timeout_s`
-_MOST_HELD_S = 1.0  # max seconds of a pause of the engine; requests that come in a pause share an engine step
+_MOST_HELD_S = 1.0  # max seconds of a pause of the engine; requests that arrive during a pause run in one engine step
 
-# Max tokens of a step that is captured as a CUDA graph. The sizes captured in addition to vLLM's own are multiples of
-# `_CAPTURED_EVERY` tokens.
+# Max tokens of a step that is captured as a CUDA graph. Sizes that vLLM would not capture by itself are captured in
+# multiples of `_CAPTURED_EVERY` tokens.
 _MOST_CAPTURED, _CAPTURED_EVERY = 512, 64
 _GRAPH_ARGS = {
     "compilation_config",
@@ -85,11 +85,11 @@ class WorkerReply(WireModel):
     could end the engine."""
 
     error: ErrorBody | None = None
-    done: bool = True  # True: the join, or the update, has ended
-    runs_meanwhile: bool = False  # True: the model can run while weights are loaded
+    done: bool = True  # True: joining the group, or the update, has ended
+    runs_meanwhile: bool = False  # True: the model can run during the load of the weights
     num_tensors: int = 0  # number of tensors that the whole update loaded
     weights: str = ""  # digest of all loaded weights, the same on every worker of every server
-    num_strangers: int = 0  # number of connections dropped at the group's port since the worker started
+    num_strangers: int = 0  # connections without the group's secret, dropped since the worker started
 
 
 class Engine(Protocol):
@@ -143,7 +143,7 @@ async def score(engine: Engine, items: Sequence[ScoreItem], ver: int, *, through
 
 @contextlib.contextmanager
 def named(field: str) -> Iterator[None]:
-    """Put `field`, the request's place in the call, before the message of a RequestError."""
+    """Put `field`, the request's position in the call, before the message of a RequestError."""
     try:
         yield
     except RequestError as error:
@@ -198,9 +198,8 @@ class VllmEngine:
             self._check_length(len(prompt.token_ids), _MAX_TOKENS, num_new)
             look = self._look(request, prompt)
             with self._vllm_errors():
-                # Each answer is made by a request of its own, not by vLLM's `n`. So n answers equal the answers to n
-                # copies of the request, each with its own seed.
-                # The responses share their images, so only the first one reports the pixels.
+                # Each answer is made by a request of its own, not by vLLM's `n`. So the n answers are the same as for n
+                # requests with n seeds. The responses share their images, so only the first one reports the pixels.
                 answers = await gather(
                     self._generation(prompt, sampling_params(config, own), None if j else look)
                     for j, own in enumerate(seeds)
@@ -281,7 +280,8 @@ class VllmEngine:
         core = self._llm.engine_core
         call = (method, None, args, None)
         if len(getattr(core, "core_engines", ())) > 1:
-            # The public call returns only the first data-parallel engine's answers, and so hides the others' errors.
+            # The public call returns only the first data-parallel engine's answers, and hides errors of the other
+            # engines.
             calls = [core._call_utility_async("collective_rpc", *call, engine=engine) for engine in core.core_engines]
         else:
             calls = [core.collective_rpc_async(*call)]
@@ -313,11 +313,11 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def together(self, items: Sequence[ScoreItem]) -> AsyncIterator[None]:
-        """Pause the engine until the scoring requests of all items are sent, so that they share a step if they fit. The
-        caller holds the gate.
+        """Pause the engine until the scoring requests of all items are sent, so that they run in one step if they fit.
+        The caller must be inside the gate.
 
         Loading images may take long, or wait for memory, so the pause ends after `_MOST_HELD_S`. With several replicas
-        there is no pause: they would need extra steps to agree on it."""
+        there is no pause: replicas would need extra steps to agree on a pause."""
         core = self._llm.engine_core
         if len(getattr(core, "core_engines", ())) > 1:
             yield
@@ -339,8 +339,8 @@ class VllmEngine:
             with contextlib.suppress(TimeoutError):
                 async with time_limit(_MOST_HELD_S):
                     await sent.wait()
-            # The resume call is sent even while the engine stalls, because the engine must not stay paused when it
-            # answers again.
+            # The resume call is sent even to a stalled engine, so that the engine is not still paused when it answers
+            # again.
             resuming = asyncio.ensure_future(core.resume_scheduler_async())
             with self._vllm_errors():
                 async with self._stalls.guard():
@@ -358,7 +358,7 @@ class VllmEngine:
         finally:
             core.add_request_async = send
             sent.set()
-            # The wait goes on even if this call is cancelled, because a paused engine answers nothing.
+            # The wait continues even if this call is cancelled, because a paused engine answers no request.
             await asyncio.shield(going_on)
 
     def serve_adapter(self, name: str | None) -> None:
@@ -374,12 +374,12 @@ class VllmEngine:
         self._llm.shutdown(**limit)
         # vLLM's destructor would call `shutdown` again while Python exits.
         self._llm.shutdown = lambda: None
-        # Some libraries complain about objects that are left at exit, so the collector may free all objects again.
+        # Some libraries warn about objects that still exist at exit, so garbage collection may free all objects again.
         gc.unfreeze()
 
     @contextlib.asynccontextmanager
     async def _rendered(self, request: RolloutInferRequest) -> AsyncIterator[Prompt]:
-        """Yield the rendered prompt. The prompt's images take memory until the block ends. Cancelling stops their
+        """Yield the rendered prompt. The prompt's images stay in memory until the block ends. Cancelling stops their
         decoding."""
         with contextlib.closing(self._renderer.decoders.share()) as share:
             yield await self._on_thread(self._renderer.render, request, share)

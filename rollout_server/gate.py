@@ -11,7 +11,7 @@ Invariants:
 - calls are in flight only in `serving` and `draining`, so no call sees two versions;
 - `updating` begins with no call in flight;
 - versions rise, also over several learners, so two models are never served under one version;
-- `poisoned` (no call is let in) ends only with a complete full update, because weights are overwritten in place and
+- `poisoned` (calls are refused) ends only with a complete full update, because weights are overwritten in place and
   cannot be restored; the base weights of an adapter are complete only together with the adapter of the same learner;
 - only the learner that opened the group can send an update. A learner is known by its `incarnation`, a random id;
 - a refused request changes nothing.
@@ -43,8 +43,8 @@ class Update:
 
 
 class Gate:
-    """The state of the served weights, at first `serving`. Version 0 is the weights that the server was started with;
-    `weights` is their digest."""
+    """The state of the served weights, at first `serving`. Version 0 names the checkpoint's weights, with which the
+    server starts; `weights` is their digest."""
 
     def __init__(self, weights: str = "") -> None:
         self.state: State = "serving"
@@ -78,9 +78,9 @@ class Gate:
         self.in_flight -= 1
 
     def poison(self, because: str) -> None:
-        """Note that the served weights are wrong. Serving stops at once, unless an update is under way."""
+        """Note that the served weights are wrong. Serving stops at once, unless an update is running."""
         self._unsound = True
-        # The first reason is the cause. Later reasons follow from it.
+        # The first reason is kept, because later reasons are its consequences.
         self.poisoned_because = self.poisoned_because or because
         if self.state == "serving":
             self.state = "poisoned"
@@ -112,7 +112,7 @@ class Gate:
             )
         # An update of an adapter's base weights uses up a version number, which is never served.
         last = max(self.ver, self._base_ver) if self._awaits_adapter else self.ver
-        # Versions rise whoever sends them, so that two models never answer under one version.
+        # Versions rise even if another learner sends them, so that two models never answer under one version.
         if ver <= last:
             raise _refused(f"version {ver}", f"a version above {last}, the last that this server has seen")
         # An adapter alone cannot repair a poisoned server: it does not replace the base weights, which may be wrong.
@@ -181,7 +181,7 @@ class Outcome:
 
 
 class WaitingGate:
-    """A gate at which calls and updates wait. `waiting` counts the waiting calls, `gate.in_flight` the calls inside."""
+    """A gate with waiting calls and updates. `waiting` counts the waiting calls, `gate.in_flight` the calls inside."""
 
     def __init__(self, gate: Gate, *, queue_timeout_s: float, drain_timeout_s: float) -> None:
         self.gate = gate

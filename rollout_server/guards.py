@@ -125,7 +125,7 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"].rstrip("/") in self._open_paths:
             return await self._app(scope, receive, send)
-        # Probes have been let through above, so a busy server still says that it lives.
+        # Probes have passed above, so a busy server still answers them.
         if self._num_calls >= self._config.max_connections:
             return await error_response(self._too_many_calls())(scope, receive, send)
         announced = Headers(scope=scope).get("content-length", "0")

@@ -1,7 +1,7 @@
 """`/v1/models`, `/v1/chat/completions` and `/v1/completions`, answered by vLLM's own OpenAI layer.
 
-In: `ChatCall` and `CompletionCall`: the fields of OpenAI's API that only decide how an answer is made. Out: vLLM's
-answers, as JSON or as server-sent events. Weights, adapters and settings cannot be changed here.
+In: `ChatCall` and `CompletionCall`: only the fields of OpenAI's API that control decoding. Out: vLLM's answers, as JSON
+or as server-sent events. Weights, adapters and settings cannot be changed here.
 
 Invariants:
 - vLLM's layer fetches no URL and opens no file: it gets decoded images, read by the server's own rules
@@ -9,7 +9,7 @@ Invariants:
 - fields of vLLM that are not listed here are refused, such as a client's own chat template or processor settings;
 - requests are answered with the adapter that the learner has sent, whatever `model` says;
 - each choice reports its weights' versions as in `/infer/`; in a stream, the event that ends the choice reports them;
-- a log-probability that is not finite fails the call, even if vLLM's layer would answer;
+- a log-probability that is not finite fails the call, although vLLM's layer would return an answer;
 - a request that the engine gives back, because vLLM's cache has lost an image (`was_given_back`), is made again, unless
   a part of the answer was sent.
 """
@@ -148,8 +148,8 @@ class OpenAILayer:
 
     async def complete(self, call: OpenAICall, images: Sequence[Image.Image], ver: int) -> bytes | AsyncGenerator[str]:
         """Return the answer, or with `call.stream` its events, as they come. `images`: the images of the call's
-        messages, in order. `ver`: the version of the weights. Raises RequestError, NotFiniteError, and what vLLM
-        raises."""
+        messages, in order. `ver`: the version of the weights. Raises RequestError, NotFiniteError, and vLLM's
+        errors."""
         for _ in range(TRIES):
             with contextlib.suppress(_GivenBackError):
                 answer = await self._answer(call, images, ver)
@@ -309,7 +309,7 @@ class _Watch:
 
 
 _DATA = "data: "
-_ENDS = '"finish_reason":"'  # stands only in events that end a choice; inside a text its quotes would be escaped
+_ENDS = '"finish_reason":"'  # occurs only in events that end a choice: inside a text its quotes would be escaped
 _watch: ContextVar[_Watch] = ContextVar("watch")
 
 
@@ -336,8 +336,8 @@ class _Client:
         return getattr(self._llm, name)
 
     def generate(self, *args: object, **kwargs: object) -> AsyncGenerator[RequestOutput]:
-        """Yield one prompt's outputs, with the served adapter. vLLM's layer calls this for each prompt, in order. The
-        iteration raises NotFiniteError or _GivenBackError."""
+        """Yield one prompt's outputs, with the served adapter. vLLM's layer calls this method for each prompt, in
+        order. The iteration raises NotFiniteError or _GivenBackError."""
         watch = _watch.get()
         first = watch.num_prompts * watch.n
         watch.num_prompts += 1

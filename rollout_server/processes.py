@@ -1,7 +1,8 @@
 """The engine's processes: when idle they use no core, and they never outlive the server (Linux).
 
-`sleep_when_idle`: vLLM's workers in separate processes (several ranks) read orders from shared memory, and busy-wait
-for a second after each order. The worker sleeps after `SPIN_S` without an order, until vLLM's notification wakes it.
+`sleep_when_idle`: vLLM's workers in separate processes (several ranks) read commands from shared memory, and busy-wait
+for a second after each command. With this function a worker sleeps after `SPIN_S` without a command, until vLLM's
+notification wakes it.
 
 `end_with_server`: each worker watches the server. When the server has ended, even by SIGKILL, the worker ends all of
 the server's descendants: engine cores, the data-parallel coordinator, other workers, and itself.
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from shared.processes import descendants
 
-SPIN_S = 0.005  # seconds of busy-waiting before a worker sleeps; two decoding steps are less than this apart
+SPIN_S = 0.005  # seconds of busy-waiting before a worker sleeps; the gap between two decoding steps is shorter
 
 
 def sleep_when_idle() -> None:

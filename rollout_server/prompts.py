@@ -16,7 +16,7 @@ from shared.generation import IMAGE_PLACEHOLDER, Prompt, limit_pixels, render_me
 from shared.wire import Message, RolloutInferRequest
 
 _PIECE_CHARS = 1 << 16
-# The pieces of a text may have more tokens than the whole text, so they may have this many times the limit.
+# A text in pieces may have more tokens than the whole text, so the limit for pieces is this many times higher.
 _PIECES_MARGIN = 2
 
 
@@ -126,8 +126,8 @@ def text_in(messages: Sequence[Message]) -> str:
 
 
 def image_sources(request: RolloutInferRequest) -> list[str]:
-    """Return the request's images in the order in which its messages show them. A message's part that names no image
-    gets the next one of the request's `images`; the remaining `images` come last."""
+    """Return the request's images in the order in which its messages show them. An image part without a source gets the
+    next of the request's `images`; the remaining `images` come last."""
     left, sources = iter(request.images), []
     for message in request.messages:
         if isinstance(message.content, str):

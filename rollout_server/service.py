@@ -1,4 +1,4 @@
-"""Does the work of the endpoints, without HTTP: rolls out, scores, reports (R06, R10, R11, R13).
+"""Does the work of the endpoints, without HTTP: makes rollouts, scores answers, reports the state (R06, R10, R11, R13).
 
 In: bodies of `shared/wire.py`. Out: their replies, rollouts as JSON.
 
@@ -58,8 +58,8 @@ from shared.wire import (
 T = TypeVar("T")
 KEPT_ANSWERS = 4096  # number of recent answers that are kept for retries
 MOST_REQUESTS = 65_536  # max requests of all running calls together
-_MANY_CHARS = 1 << 18  # a request with more characters is hashed on a thread: that takes a millisecond or longer
-_MANY_LOGPROBS = 1024  # an answer with more log-probabilities is written on a thread: that takes 10 ms or longer
+_MANY_CHARS = 1 << 18  # a request with more characters is hashed on a thread, because hashing it takes 1 ms or longer
+_MANY_LOGPROBS = 1024  # an answer with more log-probabilities is converted to JSON on a thread (10 ms or longer)
 
 
 class RolloutService:
@@ -74,8 +74,8 @@ class RolloutService:
         self.updates = WeightUpdates(engine, self.waiting_gate, config)
         self.metrics = Metrics(self.waiting_gate, self.updates.totals)
         self.server_id = server_id or uuid.uuid4().hex[:12]
-        # Answers are kept as bytes. As bytes an answer takes 5 KiB instead of 16, and the garbage collector need not
-        # walk it.
+        # Answers are kept as bytes. As bytes an answer takes 5 KiB instead of 16, and is no work for the garbage
+        # collector.
         self._answers: RecentAnswers[bytes] = RecentAnswers(KEPT_ANSWERS)
         self._versions = _versions()
         self._num_requests = 0  # requests in calls that run now or wait for a weight update
@@ -90,7 +90,7 @@ class RolloutService:
         """Yield each request's index and the JSON of its `RolloutOutput`, as soon as the request ends. Close the
         generator to abort the remaining requests.
 
-        Raises the errors of the gate, the media rules and the engine; one bad request fails the call.
+        Raises the errors of the gate, the media rules and the engine; one bad request makes the whole call fail.
         """
         check_number("infer_requests", len(call.infer_requests) * call.request_config.n, self.config)
         async with aclosing(relay(partial(self._answer_all, call))) as answers:
@@ -130,7 +130,8 @@ class RolloutService:
         return answer
 
     async def completion_events(self, call: OpenAICall) -> AsyncGenerator[bytes]:
-        """Yield the answer of `complete` as server-sent events. The gate is held until the last event is made."""
+        """Yield the answer of `complete` as server-sent events. The call stays inside the gate until the last event is
+        made."""
         check_number("n", call.num_prompts * call.n, self.config)
         async with aclosing(relay(partial(self._put_events, call))) as events:
             async for event in events:
@@ -271,7 +272,7 @@ class RolloutService:
         choices = (
             self._choice(index, one, infos.ver).model_dump_json().encode() for index, one in enumerate(generations)
         )
-        # No string in the JSON can match this text, because its quotes would be escaped.
+        # This text cannot occur inside a string of the JSON, where its quotes would be escaped.
         before, _, after = whole.partition(b'"choices":[]')
         return before + b'"choices":[' + b",".join(choices) + b"]" + after
 
@@ -374,7 +375,7 @@ class RecentAnswers(Generic[T]):
     def _tidy(self, uuid: str, entry: _Entry[T]) -> None:
         if entry.num_waiting == 0 and not entry.task.done():
             entry.task.cancel()
-        # A task that is about to be cancelled has failed too: a repeat at this moment must compute anew.
+        # A task that is about to be cancelled counts as failed, so that a repeated request computes a new answer.
         failed = entry.task.cancelled() or entry.task.cancelling() or not entry.task.done() or entry.task.exception()
         if failed and entry.num_waiting == 0 and self._entries.get(uuid) is entry:
             del self._entries[uuid]
@@ -386,7 +387,7 @@ class RecentAnswers(Generic[T]):
 
 
 async def _beside(large: bool, work: Callable[..., T], *arguments: object) -> T:
-    """Return the result of `work`. If `large`, it runs on a thread, so that the event loop can go on."""
+    """Return the result of `work`. If `large`, it runs on a thread, so that the event loop can serve other calls."""
     return await asyncio.to_thread(work, *arguments) if large else work(*arguments)
 
 

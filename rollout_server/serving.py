@@ -23,12 +23,12 @@ from shared.processes import leave_lost_output, stop_signals
 
 _WATCH_EVERY_S = 0.5
 _BACKLOG = 2048  # max connections that the kernel holds until they are accepted
-_HANG_UP_S = 5.0  # seconds in which `/health/` answers 503 after the engine's death, before the process ends
+_HANG_UP_S = 5.0  # seconds between the engine's death and the process's end, in which `/health/` answers 503
 
 
 class _UvicornServer(uvicorn.Server):
-    """uvicorn's server with a longer kernel queue of connections. asyncio would use one number for the length of that
-    queue and for the connections that it accepts at once. `streams`: the file descriptors that the server prints to."""
+    """uvicorn's server with a longer kernel queue of connections. asyncio uses one number for the queue's length and
+    for the connections that it accepts at once. `streams`: the file descriptors that the server prints to."""
 
     def __init__(self, config: uvicorn.Config, *, streams: Collection[int]) -> None:
         super().__init__(config)
@@ -61,8 +61,8 @@ async def serve(
     *,
     server_id: str = "",
 ) -> int:
-    """Serve until a signal or the engine's death; returns the exit code. Calls in flight get `shutdown_timeout_s`.
-    Raises ConfigError if the limit on open files is too low."""
+    """Serve until a signal or the engine's death; returns the exit code. Running calls may take up to
+    `shutdown_timeout_s` longer. Raises ConfigError if the limit on open files is too low."""
     config = with_open_files(config)
     server = _UvicornServer(
         uvicorn.Config(

@@ -3,8 +3,8 @@
 In: a ping (a call that a living engine answers soon), and the CPU time of the engine's processes. Out: a ServerError
 (503) for all calls that wait for the engine.
 
-Invariants: at most one ping is unanswered, and a ping is never cancelled. An engine whose processes use CPU time gets
-BUSY_TURNS times as long for its answer. The stall ends with the ping's answer.
+Invariants: at most one ping is unanswered, and a ping is never cancelled. An engine whose processes use CPU time may
+take BUSY_TURNS times as long for its answer. A stall ends with the ping's answer.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from shared.errors import ServerError
 from shared.waits import ends_within
 
-# A working engine may be silent this many times as long as an idle one. Without this factor, two engines on an
-# overloaded machine were given up although they were working.
+# A working engine may be silent this many times as long as an idle one. Without this factor, two working engines on an
+# overloaded machine counted as stalled.
 BUSY_TURNS = 10
 # Working processes use at least this fraction of a core. Processes that use less only wait.
 BUSY_SHARE = 0.02
@@ -27,7 +27,7 @@ class StallWatch:
     """Asks the engine from time to time for an answer. After `stall_s` without an answer, all calls that wait for the
     engine get an error, until it answers again.
 
-    An engine whose processes work gets BUSY_TURNS times as long: it may compile for a new shape, or share its cores.
+    An engine whose processes use CPU time may take BUSY_TURNS times as long: it may be compiling, or share its cores.
     """
 
     def __init__(self, stall_s: float) -> None:
@@ -80,10 +80,10 @@ class StallWatch:
             await asyncio.sleep(0.25 * self._stall_s)
 
     async def _answers(self, asking: asyncio.Future[object], used_s: Callable[[], dict[int, float]]) -> bool:
-        """Return True if the engine answers within a turn of 0.75 `stall_s`. While the engine's processes use CPU time,
-        the engine gets another turn, up to BUSY_TURNS turns. Time in which this process itself is stopped does not
-        count."""
-        # Two pings are 0.25 `stall_s` apart, so a stall is noticed within `stall_s` of its begin.
+        """Return True if the engine answers within a turn (a wait) of 0.75 `stall_s`. While the engine's processes use
+        CPU time, the engine gets another turn, up to BUSY_TURNS turns. Time in which this process itself is stopped
+        does not count."""
+        # Two pings are 0.25 `stall_s` apart, so a stall is noticed at most `stall_s` after it begins.
         turn_s, before, self._silent_s = 0.75 * self._stall_s, used_s(), 0.0
         for _ in range(BUSY_TURNS):
             # `ends_within` does not count pauses of this process, so that they are not taken for a silent engine.

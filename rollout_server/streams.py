@@ -1,7 +1,7 @@
 """Sends answers while their caller is connected: if the caller hangs up, its call is cancelled.
 
 In: a call, or an async generator of its answers. Out: the call's result, or a response that sends a line per answer as
-soon as it is there. The HTTP status is sent with the first line. So a failure before the first line is raised, and gets
+soon as it is ready. The HTTP status is sent with the first line. So a failure before the first line is raised, and gets
 an HTTP status of its own. A later failure becomes the last line. Nothing is buffered.
 """
 

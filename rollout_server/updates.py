@@ -7,8 +7,7 @@ An update is answered after two checks: the workers have loaded and checked all 
 Invariants:
 - one sync call runs at a time; a new learner's group ends the old learner's running call;
 - a call lasts MOST_SYNC_S at most, whatever the learner asks for;
-- after an update that failed, timed out or lost its caller, the gate is poisoned (no call is let in) and the group
-  closed;
+- if an update fails, times out or loses its caller, the gate is poisoned (calls are refused) and the group closed;
 - nothing is served before the canary's scores were compared;
 - no call into the workers lasts longer than `_SLICE_S`, so the engine never waits long for other members of the group;
 - caches are empty, and nothing else runs, when the canary is scored;
@@ -56,7 +55,7 @@ MOST_SYNC_S = 600.0
 _SLICE_S = 0.25  # max seconds that a worker waits in one call during an update
 
 # A worker is asked again and again whether it has joined the group. The numbers: seconds that one call waits, and
-# seconds between two calls. A call must not wait, because the engine generates meanwhile.
+# seconds between two calls. The wait is 0, because a waiting call would stop the engine's generation.
 _LOOK_S, _BETWEEN_LOOKS_S = 0.0, 0.02
 
 
@@ -106,8 +105,8 @@ class WeightUpdates:
         """
         self._check_ranks(call)
         call = self._bounded(call)
-        # A call of a crashed learner may still run here, and wait for that learner. The new learner must not wait for
-        # this call.
+        # A call of a crashed learner may still run here, waiting for that learner. It is ended, because the new learner
+        # must not wait for it.
         self._break_off(f"incarnation {call.incarnation} opened a new group")
         async with self._alone():
             self._gate.close_group()
@@ -176,7 +175,7 @@ class WeightUpdates:
         scored_at = time.monotonic()
         outcome.weights = self._weights(call, loaded)
         if not call.base_of_adapter:
-            # The scores are compared while the gate is held, so that nobody is served before the verdict.
+            # The scores are compared inside the gate, so that no call is served before the result.
             check_canary(await self._expectation(call, deadline), scores)
         return loaded, scores, (loaded_at, scored_at)
 
@@ -257,7 +256,7 @@ class WeightUpdates:
         return expected
 
     async def _leave(self, because: str) -> None:
-        # The engine's call is shielded: the workers must leave even if the update is cancelled again.
+        # The engine's call is shielded: the workers must leave the group even if the update is cancelled again.
         with contextlib.suppress(ProjectError):  # a dead engine has left every group
             await asyncio.shield(self._engine.on_workers("sync_leave", because))
 
@@ -268,7 +267,7 @@ class WeightUpdates:
             try:
                 yield
             except asyncio.CancelledError as error:
-                # Another sync call ended this one and says why; or the client has hung up.
+                # Either another sync call ended this call, and gave the reason, or the client has hung up.
                 raise CommunicatorError("the sync was broken off", found=reason(error), remedy="sync again") from error
             finally:
                 self._under_way = None
@@ -284,16 +283,16 @@ async def load_and_score(
     """Receive and load the weights, and score the canary (fixed answers). Returns a worker's last reply, the canary's
     scores, and the time at which the load ended (monotonic clock).
 
-    The caller holds the gate, and leaves the group if this function raises. Raises the errors of the workers, the media
-    rules and the engine.
+    The caller must be inside the gate, and leaves the group if this function raises. Raises the errors of the workers,
+    the media rules and the engine.
 
     Caches are reset right after the receiving has begun. If the model can run while weights are loaded, the canary's
     requests are queued before the load ends.
 
     Weights that are not finite leave NaN in the KV cache. NaN in the cache spoils answers of later weights, because
-    attention also reads places that it gives no weight. So if a canary's scores are not finite, the cache is cleared,
-    and the scores are computed once more. With `clear_cache`, the cache is cleared before the canary is scored, which
-    takes as long as writing all of the cache.
+    attention also reads cache entries to which it gives weight 0. So if a canary's scores are not finite, the cache is
+    cleared, and the scores are computed once more. With `clear_cache`, the cache is cleared before the canary is
+    scored, which takes as long as writing all of the cache.
     """
     # The adapter gets a new name each time, because vLLM finds cached prefixes by the adapter's name.
     engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)
@@ -331,7 +330,7 @@ async def _score(engine: Engine, call: UpdateWeightsCall) -> ScoreReply:
 
 
 async def _score_behind(engine: Engine, call: UpdateWeightsCall) -> tuple[WorkerReply, ScoreReply, float] | None:
-    """Score the canary right behind a load that is under way. Return what `load_and_score` returns; None: the load
+    """Score the canary right after a load that is still running. Return what `load_and_score` returns; None: the load
     takes longer than `_SLICE_S`."""
     tasks: list[asyncio.Future[Any]] = []
     try:

@@ -2,8 +2,7 @@
 
 vLLM mixes `SyncWorker` into its worker class (`worker_extension_cls`), and `engine.py` calls its methods by name on all
 workers. `Receiving` is one weight update as a worker sees it: receive a bucket (a buffer with several tensors), check
-its seal (a keyed digest at its end), load it, then the next. The next buckets are received while one is checked and
-loaded.
+its seal (a keyed digest at its end), load it. The next buckets are received while one is checked and loaded.
 
 Invariants:
 - no method blocks longer than its `slice_s` plus one load, so a lost peer never hangs the engine;
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 _Memory: TypeAlias = "torch.Tensor | Iterable[_Memory]"
-BUCKETS_AHEAD = 2  # buckets that are received while another one is loaded
+BUCKETS_AHEAD = 2  # max buckets that are received while another bucket is loaded
 
 # The functions below are called at import, because the server may die during the seconds in which the engine starts.
 end_with_server()
@@ -83,8 +82,8 @@ class SyncWorker:
 
     @_answering
     def sync_join(self, init_call: str, host: str) -> WorkerReply:
-        """Leave any group, and begin to join the group of this `InitCommunicatorCall`. `host`: where the group meets,
-        the server's own address from its configuration."""
+        """Leave any group, and begin to join the group of this `InitCommunicatorCall`. `host`: the address at which the
+        group connects, from the server's configuration."""
         self._leave("another learner opened the group")
         call = InitCommunicatorCall.model_validate_json(init_call)
         parallel = self.vllm_config.parallel_config
@@ -212,7 +211,7 @@ class Receiving:
         """
         until = time.monotonic() + slice_s
         if not self._opened:
-            # Opening takes time, in which the first buckets arrive.
+            # The first buckets arrive while the load is opened, which takes time.
             self._load.open()
             self._opened = True
         while self._incoming:
@@ -220,7 +219,7 @@ class Receiving:
             if not operation.done(max(0.0, until - time.monotonic())):
                 return WorkerReply(done=False)
             self._incoming.popleft()
-            # The next bucket is asked for first, so that it arrives while this one is checked and loaded.
+            # The next receive is started first, so that the next bucket arrives while this one is checked and loaded.
             self._receive()
             self._check_seal(buffer)
             self._seals.update(bytes(buffer[-SEAL_BYTES:].tolist()))

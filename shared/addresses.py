@@ -1,7 +1,7 @@
 """Addresses and ports of this machine: which addresses are loopback, and where a program can listen.
 
-Free ports are drawn below the range that the kernel uses for outgoing connections (Linux: from 32768 on). Otherwise an
-outgoing connection could take a drawn port before a program binds it.
+Free ports are chosen below the range that the kernel uses for outgoing connections (Linux: from 32768 on). Otherwise an
+outgoing connection could take a chosen port before a program binds it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def listen(host: str, port: int, *, what: str) -> socket.socket:
     """Return a socket that listens at `host:port`; port 0: any free port. Raises ServerError, which says that `what`
     cannot listen. Print the address only once `listen` has returned: until then another program may have the port."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    # Without this option the port of a server that has just ended would seem taken for a while.
+    # Without this option the port of a server that has just ended would count as in use for a while.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -47,7 +47,7 @@ def listen(host: str, port: int, *, what: str) -> socket.socket:
 def is_free(port: int) -> bool:
     """Return True if a program can listen on this loopback port now."""
     with socket.socket() as probe:
-        # Without this option a port would seem taken for a while after its last server has ended.
+        # Without this option the port of a server that has just ended would count as in use for a while.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -57,8 +57,8 @@ def is_free(port: int) -> bool:
 
 
 def free_ports(number: int) -> list[int]:
-    """Return different free ports, drawn at random. Raises ConfigError if there are not enough."""
-    # This generator ignores seeds: two processes must not draw the same ports.
+    """Return different free ports, chosen at random. Raises ConfigError if there are not enough."""
+    # This generator ignores seeds: two processes must not choose the same ports.
     draw = random.SystemRandom()
     ports: set[int] = set()
     for _ in range(_TRIES):

@@ -48,7 +48,7 @@ async def relay(work: Callable[[Callable[[T], None]], Coroutine[object, None, No
             yield item[0]
         working.result()
     finally:
-        # Cancelled work may need time to end, so the caller goes on only once it has ended.
+        # Cancelled work may need time to end, so the caller waits for its end.
         working.cancel()
         await asyncio.wait({working})
 
@@ -81,8 +81,8 @@ class LoopThread:
             raise
 
     def close(self, timeout_s: float) -> None:
-        """Cancel all running coroutines, then end the thread; each of the two may take `timeout_s`. Raises TimeoutError
-        if a coroutine does not end. A second call does nothing."""
+        """Cancel all running coroutines, then end the thread; each part may take `timeout_s`. Raises TimeoutError if a
+        coroutine does not end. A second call does nothing."""
         if self.closed:
             return
         self.submit(_cancel_others()).result(timeout_s)

@@ -1,6 +1,6 @@
 """HTTP answers with a maximum length, because another program may listen at a server's address.
 
-`ask` is for programs that check a server now and then. `bounded` is for httpx's asynchronous client.
+`ask` is for programs that check a server from time to time. `bounded` is for httpx's asynchronous client.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def is_packed(answer: httpx.Response) -> bool:
 
 
 def bounded(answer: httpx.Response, most_bytes: int, too_long: Callable[[], Exception]) -> None:
-    """Make reading the answer raise `too_long()` after `most_bytes` bytes."""
+    """Make the answer's reader raise the error `too_long()` after `most_bytes` bytes."""
     assert isinstance(answer.stream, httpx.AsyncByteStream)
     answer.stream = _Bounded(answer.stream, most_bytes, too_long)
 

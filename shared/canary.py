@@ -3,7 +3,7 @@ model (R09, D14). Pure functions, used on both sides.
 
 vLLM scores a whole answer without its prefix cache, but rollouts read that cache. So some tokens of each answer are
 scored a second time, each by a separate request that reads the cache. Only these requests find cached keys and values
-of old weights. So gaps in scores from the cache have a separate mean.
+of old weights. So the gaps of these scores have a mean of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shared.wire import ScoreReply
 
 Logprobs = Sequence[Sequence[float]]  # natural log-probabilities, one sequence per answer
 TokenPlace = tuple[int, int]  # (index of an answer, index of its token)
-MAX_CACHED = 4  # max tokens of an answer scored through the cache: each needs a request
+MAX_CACHED = 4  # max tokens of an answer scored through the cache: each token needs its own request
 TOLERANCE_KEY = "custom.extra.rollout_matching.vllm.sync.canary_tolerance"
 
 
@@ -50,7 +50,7 @@ def compare(
     learner: Logprobs, reply: ScoreReply, *, tolerance: float, what: str, name_of: Callable[[int], str]
 ) -> CanaryGap:
     """Return the gap between the learner's log-probabilities and a reply in which `shape_error` finds nothing. For
-    messages, `what` says who was compared, and `name_of` names an answer by its index.
+    messages, `what` names the two sides, and `name_of` names an answer by its index.
 
     Raises CanaryError if the mean gap over all tokens, or over the tokens scored through the prefix cache, is above the
     tolerance or NaN.

@@ -96,5 +96,5 @@ def checkpoint_digest(path: str) -> str:
             return hashlib.blake2b(stream.read(_PART_BYTES), digest_size=16).digest()
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
-        # The sizes count too: the parts alone do not say where one file ends and the next begins.
+        # The sizes are hashed too, because the parts alone do not show where one file ends and the next begins.
         return hashlib.blake2b(str(sizes).encode() + b"".join(threads.map(of_part, places)), digest_size=16).hexdigest()

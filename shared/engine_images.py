@@ -41,7 +41,7 @@ class EngineImages:
         self.renderer, self._threads = renderer, threads
         self._known: OrderedDict[str, Future[ProcessedImage]] = OrderedDict()  # digests, by vLLM's hash of the image
         self._lock = threading.Lock()
-        # The settings are read once, with the first prompt, because this program gives all prompts the same overrides.
+        # The settings are read once, with the first prompt, because all prompts have the same overrides.
         self._settings: dict[str, str] = {}
         self._dtype = ""
 
@@ -72,7 +72,7 @@ class EngineImages:
                 rendered = render(asked, arrival_time, **kwargs)
                 if prompt.images:
                     known[id(prompt.images)] = prompt, rendered
-            # The rendered prompt is copied, because the kept one serves other prompts too.
+            # The rendered prompt is copied, because it is kept for other prompts.
             rendered = {**rendered, "arrival_time": arrival_time}
             seen = self.seen(rendered) if looks else []
             if None in seen:
@@ -155,7 +155,7 @@ class Look:
 
     async def render(self, **options: bool) -> EngineInput:
         """Return the prompt as the engine takes it, with processed images. Send the prompt at once, because vLLM's
-        cache now counts its images as sent. For another try, render again."""
+        cache assumes that its images were sent. For another try, render again."""
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         renderer = self._images.renderer

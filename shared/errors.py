@@ -1,8 +1,8 @@
 """The exception tree of both programs.
 
-Every error that a user can meet has four parts: what happened, what was found, what was wanted, and what to do. An
-error never shows a secret of the configuration (`shared.masking`). `http_status` is the status of the server's answer;
-`exit_code` is the program's exit code. `ErrorBody` in `wire.py` is an error as JSON, so the server's own words reach
+Every error that a user can meet has four parts: what happened, what was found, what was wanted, and what to do. Errors
+do not contain secrets of the configuration (`shared.masking`). `http_status` is the status of the server's answer;
+`exit_code` is the program's exit code. `ErrorBody` in `wire.py` is an error as JSON, so the server's own text reaches
 the learner's user.
 
     ProjectError

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _MAX_REDIRECTS = 3
 _REDIRECTS = {301, 302, 303, 307, 308}
-_URL_CHARS = ":/?#[]@!$&'()*+,;=%~"  # these characters must not be quoted again
-# Packed bytes would be no image, so none are asked for.
+_URL_CHARS = ":/?#[]@!$&'()*+,;=%~"  # characters of a URL that stay unquoted
+# Compressed bytes would not be read as an image, so compression is refused.
 _HEADERS = {"User-Agent": "rollout-matching", "Accept-Encoding": "identity"}
 
 

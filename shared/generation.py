@@ -36,8 +36,8 @@ Turn = Mapping[str, Content]  # a chat turn as plain data: its "role" and its "c
 CPU_ENGINE_ARGS = {"enable_chunked_prefill": False}
 
 IMAGE_PLACEHOLDER = "<image>"
-# Min and max length, in tokens, of a part that may not repeat. An object's text is at least 8 tokens long. Shorter
-# parts, such as digits, may repeat.
+# Min and max length, in tokens, of a part whose repetition ends an answer. An object's text is at least 8 tokens long.
+# Shorter parts, such as digits, may repeat.
 FEWEST_REPEATED, MOST_REPEATED = 8, 128
 
 
@@ -70,7 +70,7 @@ def render_messages(messages: Sequence[Turn], num_images: int) -> list[Turn]:
         first_user = next((index for index, m in enumerate(messages) if m["role"] == "user"), None)
         if first_user is not None:
             images: list[dict[str, object]] = [{"type": "image"} for _ in range(num_images)]
-            # Images without a place come first in the first user's turn, where ms-swift puts them too.
+            # Images without a placeholder go to the beginning of the first user turn, as in ms-swift.
             contents[first_user] = images + contents[first_user]
     if _num_places(contents) != num_images:
         raise _count_error(messages, num_images)
@@ -78,7 +78,7 @@ def render_messages(messages: Sequence[Turn], num_images: int) -> list[Turn]:
 
 
 def places_images(messages: Sequence[Turn]) -> bool:
-    """Return True if the turns say where their images are, by `<image>` or as parts."""
+    """Return True if the turns have image placeholders (`<image>`) or image parts."""
     return _num_places([_parts(m["content"]) for m in messages]) > 0
 
 
@@ -155,7 +155,8 @@ def limit_pixels(
             wanted="min_pixels <= max_pixels",
             remedy="correct one of them",
         )
-    # The "edges" in `size` hold numbers of pixels. If only one limit is given, the other is adjusted.
+    # In spite of their names, the "edges" in `size` are numbers of pixels. If only one limit is given, the other is
+    # adjusted.
     own = images.size
     least = min_pixels or min(own["shortest_edge"], max_pixels or own["shortest_edge"])
     size = {"shortest_edge": least, "longest_edge": max_pixels or max(own["longest_edge"], least)}
@@ -169,14 +170,14 @@ class Generation:
     response_token_ids: list[int]  # the stop token is left out
     text: str
     finish_reason: str  # "stop": ended by a stop token or stop string; "length": cut off
-    logprobs: list[float] | None = None  # natural log-probability of each response token; None: not asked for
+    logprobs: list[float] | None = None  # natural log-probability of each response token; None: not requested
     stop_token_id: int | None = None  # token that ended the response; None: cut off, or ended by a stop string
     stop_logprob: float | None = None  # natural log-probability of the stop token
-    pixels: ProcessedImages | None = None  # what the vision tower saw; None: not asked for
+    pixels: ProcessedImages | None = None  # the vision tower's input; None: not requested
 
     @property
     def sampled_logprobs(self) -> tuple[float, ...] | None:
-        """Natural log-probabilities of the response's tokens and of the stop token; None: not asked for."""
+        """Natural log-probabilities of the response's tokens and of the stop token; None: not requested."""
         if self.logprobs is None:
             return None
         return (*self.logprobs, *(() if self.stop_logprob is None else (self.stop_logprob,)))
@@ -188,7 +189,7 @@ class Scores:
     logprobs: list[float]  # natural log-probability of each response token.
     # Natural log-probabilities of some response tokens again, computed through the prefix cache
     cached_logprobs: list[float] = field(default_factory=list)
-    pixels: ProcessedImages | None = None  # what the vision tower saw; None: not asked for
+    pixels: ProcessedImages | None = None  # the vision tower's input; None: not requested
 
 
 def sampling_params(config: RequestConfig, seed: int | None) -> SamplingParams:
@@ -233,7 +234,7 @@ def scoring(prompt: Prompt, response_token_ids: list[int]) -> tuple[Prompt, Samp
 
 
 def cached_scoring(prompt: Prompt, response_token_ids: list[int]) -> list[tuple[Prompt, SamplingParams]]:
-    """Return one request for each of `cached_positions`. Each request reads the prefix cache, and may only generate the
+    """Return one request for each of `cached_positions`. Each request reads the prefix cache, and is restricted to the
     token at its position. (Requests with `prompt_logprobs` never read the cache.) Read the outputs with
     `read_cached_score`."""
     from vllm import SamplingParams
@@ -303,7 +304,7 @@ def check_logprobs(output: RequestOutput) -> None:
 
 
 def _sampled_logprobs(completion: CompletionOutput) -> list[float] | None:
-    """Return one log-probability per token, or None if they were not asked for. Raises NotFiniteError."""
+    """Return one log-probability per token, or None if they were not requested. Raises NotFiniteError."""
     rows = getattr(completion, "logprobs", None)
     if rows is None:
         return None

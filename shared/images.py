@@ -118,7 +118,7 @@ class Images:
             image = self._open(io.BytesIO(data), source)
         except _DECODING_ERRORS as error:
             raise self._no_image(source, data, error) from error
-        # A JPEG may have thousands of scans, each over all pixels. Scan data never contains the marker.
+        # A JPEG may have thousands of scans, each over all pixels. The marker of a scan never occurs in scan data.
         is_jpeg = image.format in ("JPEG", "MPO") or image.info.get("compression") == "jpeg"
         return image.width * image.height, max(1, data.count(_JPEG_SCAN)) if is_jpeg else 1
 
@@ -169,7 +169,7 @@ class Images:
     def _file(self, source: str, folder: Path = Path()) -> tuple[IO[bytes], Path]:
         """Return the open file that a path or a `file://` URL names, and its absolute path. Raises MediaError.
 
-        The check is of the opened file, so a link that changes meanwhile cannot get around it.
+        The check is of the opened file, so changing a link meanwhile cannot bypass it.
         """
         for text in _paths_in(source):
             # The path is made only once, because making paths takes most of the time in a check of 100,000 photographs.
@@ -179,7 +179,7 @@ class Images:
             except (OSError, ValueError):  # raised also for a name that is too long or holds a zero byte
                 continue
             try:
-                # The opened file is checked, not its path, so a link that changes meanwhile leads nowhere else.
+                # The opened file is checked, not its path, so changing a link meanwhile has no effect.
                 if self._may_read(handle):
                     return open(f"/proc/self/fd/{handle}", "rb"), path.absolute()  # noqa: PTH123
             except OSError:
@@ -243,9 +243,9 @@ class Images:
     def _decoded(self, text: str, source: str) -> bytes:
         """Decode base64, with or without line breaks. Raises ValueError, MediaError."""
         data = text.encode("ascii").translate(None, _SPACES)
-        # The size is checked before decoding, which takes the memory.
+        # The size is checked before decoding, because decoding takes memory.
         check_bytes(len(data) * 3 // 4 - 2, source, self.rules)
-        # Without `validate` foreign characters would be skipped, and a path could pass for base64.
+        # Without `validate` foreign characters would be skipped, and a path could be taken for base64.
         return base64.b64decode(data, validate=True)
 
     # ---- headers ---------------------------------------------------------------------------------------------------

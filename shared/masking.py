@@ -1,4 +1,4 @@
-"""Secrets of the configuration, and how texts are freed of them.
+"""Replaces secrets of the configuration in texts.
 
 In: secret environment variables (by their name) that a configuration uses as `${NAME}`. Out: texts in which each secret
 value is replaced by `${NAME}`. Errors, logs, events and printed output go through `masked`. Known secrets are global to

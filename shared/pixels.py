@@ -5,8 +5,8 @@ enough to be sent with every answer. `check_pixels` compares the results of the 
 
 Equal digests mean equal pixels. A digest is taken of the values in the type that the engine's processor returns: the
 model's type, or levels from 0 to 255 if vLLM normalizes on the device. The learner converts its own values to that type
-(`ImageProcessing.as_type`). If digests differ, sample values are compared. The settings of both sides explain why
-pixels differ.
+(`ImageProcessing.as_type`). If digests differ, sample values are compared. The settings of both sides help to explain a
+difference.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ LEVELS = "uint8"  # the type of pixels that are not normalized yet
 NUM_VALUES = 256
 TOLERANCE = 0.02  # max difference of normalized values: two or three of 256 levels
 LEVELS_TOLERANCE = 2.0
-# The stride is a prime, so that the sampled values cover all channels and all places within a patch.
+# The stride is a prime, so that the sampled values cover all channels and all positions within a patch.
 _STRIDE = 7919
-# Number of patches converted at a time. With so few patches, temporaries stay in the cache.
+# Number of patches converted at a time. With this few patches, temporary values stay in the processor's cache.
 _ROWS = 512
 _SETTINGS = (
     "size",
@@ -146,15 +146,15 @@ def _versions() -> dict[str, str]:
 
 
 def check_pixels(mine: ProcessedImages, theirs: ProcessedImages, *, sample_id: str, name: str) -> float:
-    """Return the largest difference of pixel values: 0.0, or a difference that rounding explains. `name`: the other
-    side in messages. Raises ServerMismatchError if the other side's vision tower sees other pixels than the
+    """Return the largest difference of pixel values: 0.0, or a difference as small as rounding errors. `name`: the
+    other side in messages. Raises ServerMismatchError if the other side's vision tower sees other pixels than the
     learner's."""
     others = _other_settings(mine.settings, theirs.settings)
     # If the two sides normalize differently, equal levels become different values.
     normalized_alike = mine.dtype != LEVELS or not set(others) & _NORMALIZING
     if mine.images == theirs.images and normalized_alike:
         return 0.0
-    # Libraries may round a resized pixel to the next level on another processor, which is no fault.
+    # Libraries may round a resized pixel to the next level on another processor, which is not an error.
     gap = max(_gaps(mine, theirs), default=0.0)
     if _grids(mine) == _grids(theirs) and gap <= _tolerance(mine.dtype) and set(others) <= _VERSIONS:
         return gap

@@ -50,8 +50,8 @@ def _remove_own(folder: str, pid: int) -> None:
 
 
 def is_private(folder: Path) -> bool:
-    """Return True if the folder is this user's and no other user can write it. Below a folder that everybody can write,
-    all folders on the way must be this user's or root's."""
+    """Return True if the folder belongs to this user and no other user can write to it. Below a folder that everybody
+    can write, all folders on the way must belong to this user or root."""
     me, others_write = {0, os.geteuid()}, False
     real = folder.resolve()
     for place in reversed(real.parents):
@@ -112,6 +112,6 @@ def remove_semaphores(folder: Path) -> bool:
         return True
     ended = [pid for pid in pids if not Path(f"/proc/{pid}").exists()]
     for file in (file for pid in ended for file in SHARED_MEMORY.glob(f"sem.loky-{pid}-*")):
-        with contextlib.suppress(OSError):  # another user's file
+        with contextlib.suppress(OSError):  # the file belongs to another user
             file.unlink()
     return len(ended) == len(pids)

@@ -1,8 +1,8 @@
 """Child processes that do not outlive their parent, however it ends (Linux).
 
-`end_with_parent` asks the kernel for a signal at the parent's end, so SIGKILL of the parent counts too. The request
-survives `exec`, but children do not inherit it: each child has to ask for itself. A rollout server's engine processes
-have another guard (`rollout_server.processes`).
+`end_with_parent` asks the kernel for a signal at the parent's end, which comes even after SIGKILL. The request survives
+`exec`, but children do not inherit it: each child has to ask for itself. A rollout server's engine processes have
+another guard (`rollout_server.processes`).
 
 `stop_signals` returns the signals that ask a program to end cleanly. `held_back` keeps a closed terminal from ending
 processes that start inside its block. `leave_lost_output` is for signal handlers: a terminal's signal also ends the
@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# oneDNN, and ideep above it, each keep code for 1,024 matrix shapes, ideep with 270 KB per shape. Images bring ever new
+# oneDNN, and ideep above it, each keep code for 1,024 matrix shapes, ideep with 270 KB per shape. Images have ever new
 # shapes, so this memory would grow for hours.
 FEW_SHAPES: Mapping[str, str] = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
 _PR_SET_PDEATHSIG = 1
@@ -39,7 +39,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def end_with_parent(signum: signal.Signals, parent_pid: int | None = None) -> None:
     """Make the kernel send `signum` to this process when its parent ends; at once if `parent_pid` has already ended.
 
-    The signal also comes if only the parent's *thread* that started this process ends, so use a thread that lives on.
+    The signal also comes if only the parent's *thread* that started this process ends, so use a thread that does not
+    end.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
     # If the parent ended before the request, no signal will come.
@@ -70,7 +71,7 @@ def leave_lost_output(within_s: float = 0.0, *, streams: Collection[int] = _PRIN
     would raise OSError, and could stop a save. `streams`: file descriptors."""
     poll = select.poll()
     for stream in streams:
-        # No events are asked for: errors and hang-ups are always reported.
+        # The event mask is 0: errors and hang-ups are always reported.
         poll.register(stream, 0)
     for stream, events in poll.poll(1000 * within_s):
         if events & (select.POLLHUP | select.POLLERR):

@@ -31,7 +31,7 @@ def json_bytes_in(path: Path) -> bytes:
     return path.read_bytes().removeprefix(_MARK)
 
 
-MOST_BESIDE = 16 << 20  # max bytes of a file that no user named
+MOST_BESIDE = 16 << 20  # max bytes of a file that no user named in a configuration or command
 
 
 def bytes_beside(path: Path) -> bytes:
@@ -40,7 +40,7 @@ def bytes_beside(path: Path) -> bytes:
     Raises OSError if the file cannot be read, is larger than `MOST_BESIDE`, or is a link that leaves its folder."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # O_NONBLOCK: does not wait for a pipe
     with os.fdopen(handle, "rb") as file:
-        # The opened file is checked, not its path, so a link that changes meanwhile cannot get around it.
+        # The opened file is checked, not its path, so changing a link meanwhile cannot bypass it.
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(f"{path} is not a file")
         if not is_inside(Path(f"/proc/self/fd/{handle}").readlink(), path.parent):
@@ -52,8 +52,8 @@ def bytes_beside(path: Path) -> bytes:
 
 
 def is_inside(target: Path, folder: Path) -> bool:
-    """Return True if `target`, a path with its links resolved, is below the folder, or among the files to which the
-    cache of the Hugging Face hub links from there."""
+    """Return True if `target`, a path with its links resolved, is below the folder, or a file to which a link in the
+    cache of the Hugging Face hub leads."""
     real = folder.resolve()
     # The files in a model's `snapshots/REVISION` in the hub's cache are links to its `blobs`.
     blobs = real.parent.parent / "blobs"

@@ -2,8 +2,8 @@
 
     request_seed = (base_seed(run_seed, global_step, micro_step_idx) + req_idx) mod (2**31 - 1)
 
-The learner sends a seed with each request, and the first request's seed with the call. For a request `i` without a
-seed, as other clients send, the server uses `offset_seed(seed, i)` with the call's seed.
+The learner sends a seed with each request, and the first request's seed with the call. For a request `i` without a seed
+(from another client), the server uses `offset_seed(seed, i)` with the call's seed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def base_seed(run_seed: int, global_step: int, micro_step_idx: int) -> int:
 
 
 def offset_seed(seed: int, req_idx: int) -> int:
-    """Return the seed of the request `req_idx` places after the one with `seed`."""
+    """Return the seed of the request that comes `req_idx` requests after the request with `seed`."""
     return (seed + req_idx) % SEED_MODULUS
 
 

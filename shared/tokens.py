@@ -1,6 +1,6 @@
 """The bearer token, read once and never shown (R42).
 
-Surrounding spaces are dropped. A token that cannot stand in an HTTP header is refused before anything is sent or
+Surrounding spaces are dropped. A token that is not valid in an HTTP header is refused before anything is sent or
 printed.
 """
 

@@ -1,7 +1,7 @@
 """Turns pydantic's errors about data into parts of our errors: what happened, what was found, what was wanted.
 
-Used for JSON files, rows of annotations and results, and answers over HTTP. The caller adds the place and the remedy.
-`shared.config.model` has the words for YAML files.
+Used for JSON files, rows of annotations and results, and answers over HTTP. The caller adds the location and the
+remedy. `shared.config.model` has the words for YAML files.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _WORDS = {
 
 
 class Fault(NamedTuple):
-    """A wrong value: its place and three of the four parts of an error (the remedy is missing). `where`: the keys and
-    indices that lead to the value, joined by dots; "" for the whole row."""
+    """A wrong value: its location and three of the four parts of an error (all except the remedy). `where`: the keys
+    and indices that lead to the value, joined by dots; "" for the whole row."""
 
     where: str
     what: str
@@ -71,8 +71,8 @@ class WrongField(NamedTuple):
 
 
 def first_wrong(error: ValidationError, whole: str) -> WrongField:
-    """Return what the first mistake in `error` found (with the field's name), and what was wanted. `whole`: the name
-    for the data, if no single field is wrong."""
+    """Return the first mistake in `error`: what was found (with the field's name), and what was wanted. `whole`: the
+    name for the data, if no single field is wrong."""
     fault = fault_of(error.errors(include_url=False)[0], whole=whole)
     return WrongField(found=f"{fault.where or whole}: {fault.found}", wanted=fault.wanted)
 

@@ -1,8 +1,8 @@
-"""Waits with a deadline, by a clock that stops while this process is stopped (by Ctrl-Z, or with its machine). By the
-system's clock a wait could end too early: the answer may have come while this process was stopped.
+"""Waits with a deadline, by a clock that stops while this process is stopped (by Ctrl-Z, or with its machine). With the
+system's clock a wait could end too early, because answers cannot be read while this process is stopped.
 
 In: limits in seconds. Out: deadlines for threads, coroutines and loops that poll, and pauses before work that failed is
-tried again. Waits for the end of a process, and waits inside libraries, have other limits, by the system's clock.
+tried again. Waits for the end of a process, and waits inside libraries, use the system's clock instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeVar
 T = TypeVar("T")
 SLICE_S = 0.05  # time between two checks of a state that has no event to wait for
 _TICK_S = 0.05
-_MOST_PER_TICK_S = 4 * _TICK_S  # If two ticks are further apart, the process was paused: no late thread takes so long.
+_MOST_PER_TICK_S = 4 * _TICK_S  # if two ticks are further apart, the process was paused
 
 
 class _AwakeClock:
@@ -26,7 +26,8 @@ class _AwakeClock:
     the time between two ticks counts, so a pause of the process adds no more than that."""
 
     def __init__(self) -> None:
-        # (seconds counted so far, the system's time) at the last tick; one tuple, so that both change together
+        # (seconds counted so far, the system's time) at the last tick; in one tuple, so that both values change
+        # together
         self._last = (0.0, time.monotonic())
         self._ticking: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -84,8 +85,8 @@ def back_off_s(num_failures: int, first_s: float, most_s: float) -> float:
 
 
 class Retry:
-    """The pauses between tries of work that may fail, until `limit_s` from now. The caller decides which errors are
-    worth another try, and logs them."""
+    """The pauses between tries of work that may fail, until `limit_s` from now. The caller decides after which errors
+    to try again, and logs the errors."""
 
     def __init__(self, limit_s: float, pause_s: float) -> None:
         self._deadline, self._pause_s = Deadline(limit_s), pause_s
@@ -128,7 +129,7 @@ async def time_limit(limit_s: float) -> AsyncIterator[None]:
 
 
 async def ends_within(limit_s: float, task: asyncio.Future[object]) -> bool:
-    """Return True if `task` ends within `limit_s`. Otherwise return False; the task goes on."""
+    """Return True if `task` ends within `limit_s`. Otherwise return False; the task continues."""
     deadline = Deadline(limit_s)
     # The timeout counts pauses of the process too, so the deadline decides whether the time is over.
     while not (await asyncio.wait({task}, timeout=deadline.left_s()))[0]:

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, mod
 
 from shared.errors import ProjectError, error_classes
 
-# Raise this number with every new field. Both sides refuse unknown fields. Only a version error names the real cause.
+# Raise this number with every new field. Both sides refuse unknown fields. But only a version error names the real
+# cause.
 PROTOCOL_VERSION = 8
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # environment variable with the bearer token, for both programs
 SERVER_ID_VARIABLE = "ROLLOUT_SERVER_ID"  # environment variable with the id that a server reports about itself
@@ -295,7 +296,7 @@ class RolloutOutput(WireModel):
 
 class AnswerLine(WireModel):
     """One line of a streamed `/infer/` answer: request `index` of the call has ended with `output`. Or the call has
-    ended early with `error`: then this is the last line, and requests without a line have no answer."""
+    ended early with `error`; this is then the last line, and requests without a line get no answer."""
 
     index: int | None = Field(default=None, ge=0)
     output: RolloutOutput | None = None
@@ -315,7 +316,7 @@ class ScoreCall(WireModel):
 
 
 class ScoreReply(WireModel):
-    """`logprobs[i][j]`: natural log-probability of `items[i].response_token_ids[j]` given all before it.
+    """`logprobs[i][j]`: natural log-probability of `items[i].response_token_ids[j]` given all tokens before it.
 
     `cached_logprobs`: for an update's canary, log-probabilities of some tokens of each answer, computed again by
     requests that read the prefix cache (`shared.canary.cached_positions`); [] if the engine has no such cache."""
@@ -359,7 +360,7 @@ class TensorSpec(WireModel):
 
 
 class Bucket(WireModel):
-    """Tensors that travel as one contiguous byte string, in order, with a seal behind them (`sync/buckets.py`)."""
+    """Tensors that are sent as one contiguous byte string, in order, with a seal at the end (`sync/buckets.py`)."""
 
     tensors: Items[TensorSpec]
     num_bytes: int = Field(ge=0, lt=2**40, description="without the seal")

@@ -6,7 +6,7 @@ images relative to DIR.
 
 Invariants: scene i of a split depends only on (seed, split, i), not on the number of workers or scenes; annotation
 dropout changes labels, never pixels; the stamp `build.json` is written last. So a folder with the stamp is complete,
-and is left as it is if the same build is requested again.
+and stays unchanged if the same build is requested again.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 Training labels leave out 40% of the objects. Two runs learn from these labels, for equally many steps, from the shipped
 checkpoint: plain teacher forcing (`sft`), and ours. Ours first completes the labels (`labels.complete`): the model
 answers each scene four times, and objects on which the answers agree become labels. Every completion and evaluation
-follows a checked weight sync. The best step of `sft` is scored, which validation scenes with incomplete labels choose.
-The last step of ours is scored. Both scores are taken on test scenes with complete labels. Pictures show the
-predictions for three test scenes, before and after our run.
+follows a checked weight sync. Test scenes with complete labels score two models: the best step of `sft`, chosen by
+validation scenes with incomplete labels, and the last step of ours. Pictures show the predictions for three test
+scenes, before and after our run.
 
-Writes summary, report, pictures, metrics and logs under `runs/demo`. Ports are chosen from the free ones. All started
-processes are stopped at the end.
+Writes summary, report, pictures, metrics and logs under `runs/demo`. Free ports are used. All started processes are
+stopped at the end.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def say(text: str) -> None:
 
 
 def command(version: Version = False) -> None:
-    """Serve, learn, sync and compare on this machine: the case that rollouts are for. Writes to runs/demo."""
+    """Serve, learn, sync and compare on this machine: the main use of rollouts. Writes to runs/demo."""
     raise typer.Exit(main())
 
 

@@ -4,9 +4,9 @@ In: a split's digits (scikit-learn's `load_digits`: 8x8 grey scans of handwritin
 few digits side by side ("demo"), or many overlapping digits among shapes that are no digits ("hard"). Out: a `Scene`:
 pixels and objects.
 
-Invariants: the same generator state and style give the same scene. Train, val and test never share a digit image,
-whatever the seed. A box is tight around the digit as drawn, lies inside the canvas, and overlaps other boxes by at most
-the style's `max_iou`.
+Invariants: the same generator state and style give the same scene. Train, val and test never share a digit image, for
+any seed. A box is tight around the painted digit, lies inside the canvas, and overlaps other boxes by at most the
+style's `max_iou`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Style:
 StyleName = Literal["demo", "hard"]
 STYLES: dict[StyleName, Style] = {
     "demo": Style(canvas=128, min_height=20, max_height=48, max_digits=8, max_iou=0.05),
-    # The canvas is as large as in "demo": the shipped checkpoint knows no other size, and 160 pixels would give more
-    # image tokens.
+    # The canvas is as large as in "demo": the shipped checkpoint was trained on this size only, and 160 pixels would
+    # give more image tokens.
     "hard": Style(canvas=128, min_height=12, max_height=30, max_digits=30, max_iou=0.25, max_distractors=8),
 }
 DEMO = STYLES["demo"]
-# Orders of a digit's quarters; in each order, all quarters have moved.
+# Permutations of a digit's four quarters in which no quarter keeps its position.
 _SCRAMBLES = ((3, 2, 1, 0), (2, 3, 0, 1), (1, 0, 3, 2), (3, 0, 1, 2))
 
 
@@ -68,7 +68,7 @@ class Scene:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DigitBank:
-    """One split's digit images. `indices`: the images' places in `load_digits`. No image is in two splits."""
+    """One split's digit images. `indices`: the images' indices in `load_digits`. No image is in two splits."""
 
     opacity: NDArray[np.float32]  # [N, 8, 8] in 0..1
     labels: NDArray[np.int64]  # [N]
@@ -83,7 +83,7 @@ def load_bank(split: Split) -> DigitBank:
     data = load_digits()
     which = SPLITS.index(split)
     starts = (0.0, *SPLIT_ENDS)
-    # The seed is fixed. With the scenes' seed, digits that one build trains on could be in another build's test.
+    # The seed is fixed. With the scenes' seed, a training digit of one build could be a test digit of another build.
     rng = np.random.default_rng(0)
     chosen = []
     for label in range(10):
@@ -95,8 +95,8 @@ def load_bank(split: Split) -> DigitBank:
 
 
 def draw_scene(rng: np.random.Generator, bank: DigitBank, style: Style = DEMO) -> Scene:
-    """Draw 1 to `max_digits` digits on a canvas. A digit for which no free place is found is left out; the first digit
-    always has a place."""
+    """Draw 1 to `max_digits` digits on a canvas. A digit for which no free position is found is left out; the first
+    digit always has one."""
     canvas = _texture(rng, style.canvas)
     if style.max_distractors:
         _distract(rng, canvas, bank, style)
@@ -123,7 +123,7 @@ def iou(a: Box, b: Box) -> float:
 
 
 def _distract(rng: np.random.Generator, canvas: NDArray[np.float32], bank: DigitBank, style: Style) -> None:
-    """Paint digits whose quarters have changed places: they look similar, but are no objects."""
+    """Paint digits with permuted quarters, which look similar to digits but are no objects."""
     for _ in range(int(rng.integers(style.max_distractors + 1))):
         glyph = bank.opacity[int(rng.integers(len(bank.labels)))]
         quarters = [glyph[:4, :4], glyph[:4, 4:], glyph[4:, :4], glyph[4:, 4:]]
@@ -136,7 +136,7 @@ def _distract(rng: np.random.Generator, canvas: NDArray[np.float32], bank: Digit
 def _place(
     rng: np.random.Generator, glyph: NDArray[np.float32], taken: list[Box], style: Style
 ) -> tuple[NDArray[np.float32], Box] | None:
-    """Return a glyph of random size and a free place for it; None if all tries fail. Each try draws from smaller
+    """Return a glyph of random size and a free position for it; None if all tries fail. Each try chooses from smaller
     sizes."""
     for attempt in range(PLACEMENT_TRIES):
         limit = style.max_height - (style.max_height - style.min_height) * attempt / PLACEMENT_TRIES

@@ -3,7 +3,7 @@
 In: the run folders of our method and of `sft`. The run of our method evaluates test scenes at its start and its end.
 The run of `sft` evaluates validation scenes during training, and test scenes at its end. Out: metrics of the base model
 and of both runs with 95% bootstrap intervals over test scenes, paired differences, every sync, and wall times. The
-metrics of `sft` are those of its best step (the start is step 0), which the validation scenes choose. If this step is
+metrics of `sft` are from its best step (the start is step 0), which the validation scenes choose. If this step is
 neither the start nor the last one, this module scores its checkpoint on the test scenes.
 """
 
@@ -85,8 +85,9 @@ def summarize(ours: Path, sft: Path, test: Path, phases: Mapping[str, float], *,
 
 
 def draw_before_and_after(before: Path, after: Path, out: Path) -> list[Path]:
-    """Draw test scenes with the predictions of the model `before` beside the predictions of the run `after`, both made
-    by `Detector`. The scenes that gained most right boxes from the run's first evaluation to its last are drawn."""
+    """Draw test scenes twice, next to each other: with the predictions of the model `before`, and of the run `after`,
+    both made by `Detector`. The scenes that gained most right boxes from the run's first evaluation to its last are
+    drawn."""
     first, last = (_scenes(path) for path in (_evaluations(after)[0], _evaluations(after)[-1]))
     gain = {key: _num_right(last[key]) - _num_right(scene) for key, scene in first.items()}
     chosen = sorted(gain, key=lambda key: (-gain[key], key))[:NUM_PICTURES]

@@ -1,9 +1,10 @@
 """One launch file, several places: `rollout-launch --config launch.yaml --to PLACE --out DIR` (R46).
 
-A place is a module with three functions. `mistakes(plan, out)` yields what the place cannot do. `files(plan, out)`
-returns the texts of the place's files, by file name. `submit(plan, out)` says how to start them. The three functions
-read only the `Plan`, which is made from the launch file. `python -m tools.docs` writes the files under deploy/slurm,
-deploy/kubernetes, deploy/skypilot and deploy/compose from `EXAMPLES`, and a test compares them with `EXAMPLES`.
+A place is a module with three functions. `mistakes(plan, out)` yields the parts of the plan that the place does not
+support. `files(plan, out)` returns the texts of the place's files, by file name. `submit(plan, out)` says how to start
+them. The three functions read only the `Plan`, which is made from the launch file. `python -m tools.docs` writes the
+files under deploy/slurm, deploy/kubernetes, deploy/skypilot and deploy/compose from `EXAMPLES`, and a test compares
+them with `EXAMPLES`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ EXAMPLES = {
 
 
 def write_place(place: Place, config_path: str, overrides: Sequence[str], out: Path) -> int:
-    """Write what `place` needs into `out`, and print how to submit it. Raises ConfigErrors, and OutputError."""
+    """Write the files of `place` into `out`, and print how to submit them. Raises ConfigErrors, and OutputError."""
     plan, writer = read_plan(config_path, overrides), WRITERS[place]
     # The name becomes part of shell commands, in which `-rf` would be an option.
     if not re.fullmatch(r"[\w./][\w./-]*", str(out)):

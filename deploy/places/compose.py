@@ -164,7 +164,7 @@ def service(
     """Return the settings that all containers share. `variables`: names of the environment variables that a container
     gets from the user's environment."""
     gpu = {
-        # NCCL pins host memory, so there is no limit. Rootless engines refuse this setting.
+        # NCCL pins host memory, so the memory that may be pinned is not limited. Rootless engines refuse this setting.
         "ulimits": {"memlock": -1},
         "deploy": {"resources": {"reservations": {"devices": [gpus(devices)]}}},
     }
@@ -175,7 +175,7 @@ def service(
         "hostname": name,
         "user": f"${{RUN_AS:-{USER}:{USER}}}",
         "read_only": True,
-        "tmpfs": ["/tmp:exec,mode=1777"],  # compiled kernels are loaded from there
+        "tmpfs": ["/tmp:exec,mode=1777"],  # exec: compiled kernels are loaded from /tmp
         "init": True,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
@@ -198,7 +198,7 @@ def image(plan: Plan, out: Path, side: str) -> dict[str, Any]:
 
 
 def volumes(plan: Plan, out: Path) -> list[dict[str, Any]]:
-    """Return the volumes. Servers and learner mount them at the same place, because requests name images by path. For a
+    """Return the volumes. Servers and learner mount them at the same path, because requests name images by path. For a
     path in the working directory, its top folder (such as `data`) is mounted. For any other path, the folder itself is
     mounted, or the folder of the file."""
     folders: dict[PurePosixPath, bool] = {}  # folder -> whether the run writes into it

@@ -6,7 +6,7 @@ and to volumes that end with the pod (`/tmp`, `/dev/shm`). A NetworkPolicy lets 
 servers.
 
 The StatefulSet restarts servers. torchrun restarts ranks, up to its limit. Then the Job restarts pods, up to
-`max_requeues` times, not counting restarts because a machine was drained. A wrong configuration (exit code 2) ends the
+`max_requeues` times, not counting restarts after a machine was drained. A wrong configuration (exit code 2) ends the
 Job. All starts of a Job continue one run.
 """
 
@@ -58,9 +58,8 @@ done
 
 
 def mistakes(plan: Plan, out: Path) -> Iterator[Mistake]:
-    """Yield a mistake for each path that its pod cannot use. The learner's pods read the claim's `data/` and `runs/`,
-    and write to `runs/`; a server's pods read `data/`, and write no files. Also yield a mistake for each wrong
-    image."""
+    """Yield a mistake for each path that a pod cannot use. The learner's pods read the claim's `data/` and `runs/`, and
+    write to `runs/`; a server's pods read `data/`, and write no files. Also yield a mistake for each wrong image."""
     for named in plan.paths:
         folders = ("runs",) if named.written else ("data",) if named.of_server else ("data", "runs")
         if named.of_server and named.written:
@@ -126,7 +125,7 @@ def config_map(plan: Plan, groups: list[tuple[str, ServerPlan]]) -> Object:
 
 def claim(plan: Plan) -> Object:
     """Return the claim for one volume with data, runs and downloaded models. Every pod mounts its folders at the same
-    place, because requests name images by path and all ranks write into one run directory."""
+    path, because requests name images by path and all ranks write into one run directory."""
     spec = {
         "accessModes": ["ReadWriteMany"],
         "resources": {"requests": {"storage": f"{plan.cluster.storage_gib}Gi"}},
@@ -137,7 +136,7 @@ def claim(plan: Plan) -> Object:
 
 def network(plan: Plan) -> list[Object]:
     """Return the network policies. Only the learner reaches the servers; only learner and servers reach the learner.
-    Ports that the system chooses are open too, because weight syncs and ranks listen on them."""
+    Ports that the system chooses are open too, because weight syncs and ranks listen on such ports."""
     first, last = SYSTEM_PORTS
     chosen = {"protocol": "TCP", "port": first, "endPort": last}
     learner, server = ({"podSelector": {"matchLabels": labels(plan, part)}} for part in ("learner", "server"))
@@ -208,7 +207,7 @@ def server_objects(plan: Plan, name: str, server: ServerPlan, file: int) -> list
         },
         devices=server.num_devices,
         runs=False,
-        grace_s=45,  # shutdown_timeout_s plus the time in which the engine ends
+        grace_s=45,  # seconds: shutdown_timeout_s, plus the time until the engine has ended
     )
     return [
         headless(name, ports),
@@ -239,7 +238,7 @@ def job(plan: Plan) -> Object:
         },
         devices=learner.nproc,
         runs=True,
-        grace_s=60,  # time for the checkpoint that SIGTERM asks for
+        grace_s=60,  # seconds for saving a checkpoint after SIGTERM
     )
     wait = ["deploy.wait_ready", "--config", f"{FOLDER}/learner.yaml", f"--timeout-s={plan.launch.ready_timeout_s:g}"]
     waiting = {"name": "wait-for-servers", "image": plan.cluster.learner_image, "args": wait}
@@ -342,8 +341,8 @@ def pod(plan: Plan, container: Object, *, devices: int, runs: bool, grace_s: int
 
 
 def environment(plan: Plan, *, of_job: bool) -> list[Object]:
-    """Return a pod's environment variables: its address, the secrets, and folders for caches that it may write to.
-    `of_job`: add the Job's id, which makes all starts of a Job one run."""
+    """Return a pod's environment variables: its address, the secrets, and writable folders for caches. `of_job`: add
+    the Job's id, which makes all starts of a Job one run."""
     uid = "metadata.labels['batch.kubernetes.io/controller-uid']"
     return [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},

@@ -186,8 +186,8 @@ def nothing_elsewhere(config: LaunchConfig) -> Iterator[Mistake]:
 def paths_in(
     values: object, file: str, *, of_server: bool, key: str = "", annotations: str = ""
 ) -> Iterator[NamedPath]:
-    """Yield the paths that a configuration names. A `:split` or a `[part]` behind a path is left out. `annotations`:
-    the format of the data; data of the format `datasets` may be on the Hugging Face hub, and then yields no path."""
+    """Yield the paths that a configuration names. A `:split` or a `[part]` after a path is left out. `annotations`: the
+    format of the data; data of the format `datasets` may be on the Hugging Face hub, and then yields no path."""
     name = key.rpartition(".")[2].partition("[")[0]
     if isinstance(values, Mapping):
         annotations = values.get("format") or annotations
@@ -208,7 +208,8 @@ def paths_in(
 
 
 def _check_learner(plan: Plan, document: Document) -> None:
-    """Raises ConfigErrors if the learner's file is wrong as it is, or once it lists all servers of the launch."""
+    """Raises ConfigErrors if the learner's file has mistakes, by itself or with the list of all servers of the
+    launch."""
     config_of(document, world_size=plan.num_ranks)
     urls = [f"http://server-{i}:8000" for i in range(plan.num_servers)]
     learner = config_of(plan.learner_values(urls), world_size=plan.num_ranks)
@@ -225,7 +226,7 @@ def image_mistakes(cluster: ClusterLaunch) -> Iterator[Mistake]:
     """Yield a mistake for each image that is not named by a digest."""
     for key in ("server_image", "learner_image"):
         image = getattr(cluster, key)
-        # A tag may name another image tomorrow.
+        # A tag may name another image later.
         if not re.fullmatch(IMAGE, image):
             found = "the placeholder" if image == NO_IMAGE else image
             remedy = "build and push it (deploy/docker/Dockerfile); `docker push` prints the digest"

@@ -1,8 +1,8 @@
 """SkyPilot: one task on several machines. The first machines learn (torchrun), the others serve.
 
-SkyPilot provides the machines, ends all machines when one fails, and restarts a managed job after a machine was taken
-away. All starts of a task continue one run. A script on each server's machine restarts a server that has ended. At its
-end the learner writes a file into the shared folder of logs, and then the servers end.
+SkyPilot provides the machines, ends all machines when one fails, and restarts a managed job if the cloud takes a
+machine back. All starts of a task continue one run. A script on each server's machine restarts a server that has ended.
+At its end the learner writes a file into the shared folder of logs, and then the servers end.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ exit "$status"
 
 
 def mistakes(plan: Plan, out: Path) -> Iterator[Mistake]:
-    """Yield a mistake if storage is named: the job uses the folder of `sbatch`, which all machines share."""
+    """Yield a mistake if the launch file names storage: the job uses the folder in which `sbatch` was called, which all
+    machines share."""
     if plan.cluster.storage is not None:
         wanted, remedy = "nothing: the folder where sbatch is called", "remove it, and link data/ and runs/ there"
         yield Mistake(path="cluster.storage", found=plan.cluster.storage, wanted=wanted, remedy=remedy)

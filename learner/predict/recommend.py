@@ -50,9 +50,9 @@ NO_SIGNAL = 0.8  # max fraction of scenes whose K answers all have the same F1, 
 
 # With a gap of 0.0013 nats, rollout matching and sft were equally good.
 EXPOSURE = 0.02  # nats per token; rollout matching is recommended for a larger exposure gap (`exposure.py`)
-OVERFIT = 0.05  # nats per token; if validation labels cost more than training labels by this, more sft overfits
+OVERFIT = 0.05  # nats per token; if the loss on validation labels is this much higher, sft overfits
 
-# nats per token; if the loss on validation labels is this much higher, more sft overfits
+# If F1 on training scenes exceeds F1 on validation scenes by more, the model has memorized the training scenes.
 OVERFIT_F1 = 0.10
 RIGHT_F1 = 0.97  # above this F1 training cannot gain anything
 

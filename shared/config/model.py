@@ -50,7 +50,8 @@ class Mistake:
 
     @classmethod
     def of(cls, error: ProjectError, path: str, *, wanted: str = "", remedy: str = "") -> Mistake:
-        """Return an error as a mistake of the key at `path`. `wanted` and `remedy` are used if the error has none."""
+        """Return an error as a mistake of the key at `path`. `wanted` and `remedy` are used if the error lacks these
+        parts."""
         # A mistake's line begins with the key, so the key is removed from the error's text.
         what = error.what.removeprefix(f"{path}: ")
         found = f"{what}: {error.found}" if error.found else what

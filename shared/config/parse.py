@@ -93,7 +93,7 @@ def parse(
         mistakes += _one_each([(path, m) for path, m, _ in found if not _inside(path, document.bad)])
         bad.update(path for _, _, paths in found for path in paths)
     view = config if config is not None and not bad else trusted_view(model, values, bad)
-    # A rule ends where it reads a value that is itself wrong, so no mistake is listed twice.
+    # A rule stops when it reads a wrong value, so no mistake is listed twice.
     for rule in rules:
         mistakes += _follow(rule, view)
     if config is None or mistakes:

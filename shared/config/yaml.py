@@ -11,7 +11,7 @@ win: mappings merge key by key, other values are replaced. `${VAR}` inside a str
 variable's text and stays a string; `$${` is a literal `${`.
 
 An override is `path.to.key=VALUE` from the command line, VALUE in YAML. An override is applied over the file: a mapping
-is merged, other values are replaced. Messages give an override's place as `COMMAND_LINE`.
+is merged, other values are replaced. In messages an override's location is `COMMAND_LINE`.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def read_composed(path: Path, env: Mapping[str, str], overrides: Sequence[str] =
     merged = reader.read(path, ())
     for override in overrides:
         _override(merged, override)
-    # Variables are filled in last, because a value that was replaced needs none.
+    # Variables are filled in last, because replaced values need no variables.
     merged.value = reader.fill(merged.value, (), merged)
     return merged
 
@@ -374,7 +374,7 @@ _KEY_PART = re.compile(r"[\w-]+|\[[0-9]+\]", re.ASCII)
 
 
 class _ValueBuilder(_Builder):
-    """Builds the value of an override, whose place in messages is COMMAND_LINE."""
+    """Builds the value of an override, whose location in messages is COMMAND_LINE."""
 
     def _place(self, node: yaml.Node) -> str:
         return COMMAND_LINE

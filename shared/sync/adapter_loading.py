@@ -2,9 +2,9 @@
 
 `AdapterLoad` takes the adapter's tensors and replaces the served adapter with them. `BaseWeightLoad` is a full update
 of a model that takes adapters: it loads the layers below vLLM's LoRA wrappers and removes the served adapter. The two
-classes are used like `loading.WeightLoad`, while nothing is generated. Invariants: nothing is replaced before every
-tensor has found its layer; the learner has multiplied `lora_B` with the adapter's scaling, so no scaling is applied
-here.
+classes are used like `loading.WeightLoad`, and only while nothing is generated. Invariants: nothing is replaced before
+every tensor has found its layer; the learner has multiplied `lora_B` with the adapter's scaling, so no scaling is
+applied here.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class AdapterLoad:
         return False
 
     def open(self) -> None:
-        """Do nothing: the model is changed only in `finish`, once all tensors are there."""
+        """Do nothing: the model is changed only in `finish`, once all tensors have arrived."""
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         # Tensors are copied, because vLLM keeps them, and the bucket's memory is freed.
@@ -82,7 +82,7 @@ class AdapterLoad:
         """Replace the served adapter by the received tensors, and return their number. Raises CoverageError, and
         SyncError if the rank is too large."""
         pairs = self._pairs()
-        # Everything is checked before the served adapter is touched, so an update that is refused leaves it whole.
+        # Everything is checked before the served adapter is touched, so a refused update does not damage it.
         rank = max(lora_a.shape[0] for lora_a, _ in pairs.values())
         if rank > self._max_rank:
             raise SyncError(
@@ -105,7 +105,7 @@ class AdapterLoad:
         return len(self._tensors)
 
     def close(self) -> None:
-        """Do nothing: `finish` leaves no layer half changed."""
+        """Do nothing: `finish` changes each layer completely or not at all."""
 
     def _pairs(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return (lora_A, lora_B) by served layer. Raises CoverageError if one of the two is missing, or if the engine
@@ -142,7 +142,7 @@ class AdapterLoad:
 
 class BaseWeightLoad(WeightLoad):
     """A load into the base model. The LoRA wrappers are removed while layer names are read, and while vLLM loads or
-    reloads layers, because a wrapper changes the names of what it wraps."""
+    reloads layers, because a wrapper changes the names of the layers inside it."""
 
     def __init__(
         self,
@@ -160,16 +160,16 @@ class BaseWeightLoad(WeightLoad):
         self._loras.remove_all_adapters()
         self._wrapped = _wrapped(self._model)
         self._take_off()
-        # Opening notes the parameters' names, so the wrappers are taken off before.
+        # The wrappers are removed first, because `open` reads the parameters' names.
         super().open()
-        # In place, the model may run while buckets arrive, so it needs its wrappers.
+        # In an update in place, the model may run while buckets arrive, so it needs its wrappers.
         if self.in_place:
             self._put_back()
 
     def _load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str] | None:
         if not self.in_place:
             return super()._load_weights(tensors)
-        # The wrappers are off only during the loader's call: between two buckets the engine may run the model.
+        # The wrappers are removed only during the loader's call: between two buckets the engine may run the model.
         self._take_off()
         try:
             return super()._load_weights(tensors)
@@ -191,7 +191,7 @@ class BaseWeightLoad(WeightLoad):
 
 
 def _wrapped(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, BaseLayerWithLoRA]]:
-    """Return each LoRA wrapper with the module that has it, and its name there."""
+    """Return each LoRA wrapper with its parent module, and its name in the parent."""
     from vllm.lora.layers import BaseLayerWithLoRA
 
     children = ((parent, name, child) for parent in model.modules() for name, child in parent.named_children())

@@ -1,7 +1,7 @@
 """Buckets, in which a learner sends weights to servers: which tensors share a bucket, its layout and its seal.
 
 In: named tensors. Out: contiguous byte buffers (`pack`), and the tensors as views into them (`unpack`). The layout
-follows from the specs alone, so only specs are sent with the bytes: tensors in order, each at the next multiple of 16
+depends on the specs alone, so only specs are sent with the bytes: tensors in order, each at the next multiple of 16
 bytes. The last 16 bytes are the seal: the digest (`digest.py`) of all bytes before it, under the group's key, for the
 version and the bucket's index. So the seal does not match if a byte has changed, or if the bucket is of another group,
 update or index. Nobody can make a seal without the group's secret. Learner and server compute the seal on the device
@@ -54,7 +54,7 @@ def num_tensor_bytes(spec: TensorSpec) -> int:
 
 
 def num_bucket_bytes(specs: Iterable[TensorSpec]) -> int:
-    """Return the bytes of a bucket with these tensors: tensors and the gaps that align them, but not the seal behind
+    """Return the bytes of a bucket with these tensors: tensors and the gaps that align them, but not the seal after
     them."""
     end = 0
     for spec in specs:

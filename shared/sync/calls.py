@@ -1,11 +1,11 @@
 """Runs calls that may never return on separate threads, so that callers can stop waiting for them.
 
 Invariants: an operation ends once: with the call's result or error, with the error that cancelled it, or at its
-deadline with a DeadlineError that names the call. Whatever comes first counts. An operation ends at its deadline even
-if no caller waits. An ended operation keeps only its result or error, so a bucket's memory is freed without garbage
-collection. A call that nobody waits for any more keeps its thread until the call ends. Collectives run this way,
-because a lost peer may block them: joining a group on a thread for that call, a group's broadcasts on the thread of its
-`Sender`.
+deadline with a DeadlineError that names the call. The first of these events decides. An operation ends at its deadline
+even if no caller waits. An ended operation keeps only its result or error, so a bucket's memory is freed without
+garbage collection. A call that nobody waits for any more keeps its thread until the call ends. Collectives run this
+way, because a lost peer may block them: joining a group on a thread for that call, a group's broadcasts on the thread
+of its `Sender`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Begin = Callable[[], Callable[[], None]]  # starts work, and returns a function 
 
 
 class Operation(Generic[T]):
-    """A call with a deadline. `call` starts at once; None: the maker passes the call to `run` later. If the operation
+    """A call with a deadline. `call` starts at once; None: the creator passes the call to `run` later. If the operation
     fails, `on_failure` runs once, on any thread, before `future` ends. `future` lets callers wait for several
     operations; only the operation may end it."""
 
@@ -58,7 +58,7 @@ class Operation(Generic[T]):
         return self.future.result()
 
     def cancel(self, error: BaseException) -> None:
-        """End with `error`, unless the operation has already ended. The call's own outcome is then ignored."""
+        """End with `error`, unless the operation has already ended. The result or error of the call is then ignored."""
         if not self._unended.acquire(blocking=False):
             return
         try:
@@ -80,10 +80,10 @@ class Operation(Generic[T]):
         )
 
     def run(self, call: Callable[[], T]) -> None:
-        """Run `call`, and end with its outcome, unless the operation has already ended."""
+        """Run `call`, and end with its result or error, unless the operation has already ended."""
         try:
             result = call()
-        except BaseException as error:  # the caller that waits for the operation gets it
+        except BaseException as error:  # `result` raises this error for the caller that waits
             self.cancel(_without_frames(error))
             return
         if self._unended.acquire(blocking=False):
@@ -101,7 +101,7 @@ def _without_frames(error: BaseException) -> BaseException:
     error.add_note("".join(traceback.format_exception(error)))
     one: BaseException | None = error
     seen: set[int] = set()
-    # Errors may be each other's causes in a circle.
+    # Errors may have each other as causes, in a circle.
     while one is not None and id(one) not in seen:
         seen.add(id(one))
         one.__traceback__ = None
@@ -171,7 +171,7 @@ def _begun(operation: Operation[None], begin: Begin) -> Callable[[], None] | Non
         return None
     try:
         finish = begin()
-    except BaseException as error:  # the caller that waits for the operation gets it
+    except BaseException as error:  # `result` raises this error for the caller that waits
         operation.cancel(_without_frames(error))
         return None
     return lambda: operation.run(finish)

@@ -106,8 +106,8 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _keys(key: bytes, level: int, device: torch.device) -> torch.Tensor:
-    """Return the keys of one hash level, int32 `[2, PAIRS + LANES - 1]`: row 0 for the pairs' first words, row 1 for
-    the second."""
+    """Return the keys of one level of the hash tree, int32 `[2, PAIRS + LANES - 1]`: row 0 for the first words of the
+    pairs, row 1 for the second words. Lane j uses the keys from index j on."""
     num_keys = 2 * (PAIRS + LANES - 1)
     seed = hashlib.blake2b(bytes([level]), key=key, person=b"digest keys").digest()
     stream = bytearray(hashlib.shake_256(seed).digest(4 * num_keys))

@@ -28,7 +28,7 @@ def _sum_block(  # type: ignore[no-untyped-def]
     words: torch.Tensor,
     keys: torch.Tensor,
     sums: torch.Tensor,
-    # No annotations here: Triton would take `int` for its own 32-bit type.
+    # The arguments have no annotations, because Triton reads `int` as its own 32-bit type.
     num_words,
     num_keys,  # number of keys for each word of a pair
     PAIRS: tl.constexpr,

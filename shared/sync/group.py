@@ -8,8 +8,8 @@ know the group's secret (`meeting.py`). No byte from a socket is unpickled. Ever
 a result, a CommunicatorError or a DeadlineError. After its first failure a communicator has left its group.
 
 `start_join` and `start_broadcast` do not block: they return an `Operation` to poll or to wait for. Several broadcasts
-may be under way: the group's thread runs them in the order in which they were started. The thread ends when the group
-is left.
+may run at the same time: the group's thread runs them in the order in which they were started. The thread ends when the
+group is left.
 
 On CPU the bytes go through the connections that `meeting.py` has made: rank 0 forwards the source's bytes to all other
 ranks. Each message starts with its size, and a tensor of another size is refused.
@@ -54,7 +54,7 @@ Backend = Literal["tcp", "nccl"]
 
 _HOST_ID = "rollout-matching-"  # prefix of the `NCCL_HOSTID` of a process on a shared GPU
 
-# The blocked call's own timeout gives the best error, so the operation's deadline comes a little later.
+# The operation's deadline is this much later than the blocked call's own timeout, whose error says more.
 _GRACE_S = 1.0
 _LEAVE_PATIENCE_S = 5.0  # longest wait at the process's end for groups that are being left
 
@@ -144,13 +144,13 @@ def start_join(
         host=host, port=port, rank=rank, world_size=world_size, timeout_s=timeout_s, device=device, secret=secret
     )
     what = f"joining {backend} {member}"
-    # A thread cannot be ended from outside, so the joining thread looks at this event.
+    # A thread cannot be ended from outside, so the joining thread checks this event.
     given_up = threading.Event()
 
     def join() -> Communicator:
         with _errors_as_ours(what):
             joined = _Tcp(member, given_up) if backend == "tcp" else _Nccl(member, given_up, allow_shared_gpu)
-        # The caller no longer waits, so the group must be left here.
+        # The caller no longer waits, so this thread must leave the group.
         if given_up.is_set():
             joined.abort()
         return joined
@@ -162,12 +162,12 @@ class _Tcp(Communicator):
     def __init__(self, member: Seat, given_up: threading.Event) -> None:
         super().__init__(member)
         self._links = dict(meet(member, b"", given_up).links)
-        self._running = threading.Lock()  # held by a broadcast while it uses the connections
+        self._running = threading.Lock()  # a broadcast holds this lock while it uses the connections
 
     def _leave(self) -> None:
         links, self._links = self._links, {}
         for link in links.values():
-            with contextlib.suppress(OSError):  # the other side has closed it.
+            with contextlib.suppress(OSError):  # the other side has closed the connection.
                 # `shutdown` ends the waits for this connection on all threads.
                 link.shutdown(socket.SHUT_RDWR)
         # The connections are closed only after the running broadcast. Otherwise the broadcast could use the number of a
@@ -192,7 +192,7 @@ class _Tcp(Communicator):
 
 
 _SIZE = struct.Struct("<Q")
-# Bytes are sent in parts, so that rank 0 passes on the first parts before the last parts have come.
+# Bytes are sent in parts, so that rank 0 forwards the first parts before the last parts arrive.
 _PART_BYTES = 1 << 20
 
 
@@ -202,7 +202,7 @@ def _pass_on(
     """Fill `content` from `source`, if it is given, and send the bytes to all targets, part by part."""
     size = bytearray(_SIZE.pack(len(content)))
     if source is not None:
-        # The size comes first, so that two versions of this project get an error instead of other bytes.
+        # The size comes first, so that two different versions of this project get an error instead of wrong bytes.
         _fill(memoryview(size), source, deadline)
         if _SIZE.unpack(size)[0] != len(content):
             raise CommunicatorError(
@@ -316,7 +316,7 @@ def _introduction(member: Seat, given_up: threading.Event, allow_shared_gpu: boo
             assert ctypes.sizeof(obj) == _NCCL_ID_BYTES
             gpu = str(torch.cuda.get_device_properties(member.device).uuid).encode()
             meeting = meet(member, gpu.ljust(_UUID_BYTES, b"\0") + bytes(obj), given_up)
-            # NCCL makes its own connections; the meeting only brings its id.
+            # NCCL makes its own connections; the meeting only transfers NCCL's id.
             meeting.close()
             gpus = [card[:_UUID_BYTES].rstrip(b"\0") for card in meeting.cards]
             if not allow_shared_gpu:
@@ -412,7 +412,7 @@ def _in_background(call: Callable[[], object]) -> None:
 @atexit.register
 def _let_them_leave() -> None:
     """Wait for the groups that are being left. A thread that is inside NCCL when the interpreter ends would abort the
-    process (SIGABRT, after a good run)."""
+    process (SIGABRT), even after a successful run."""
     deadline = Deadline(_LEAVE_PATIENCE_S)
     for thread in _leaving:
         thread.join(deadline.left_s())

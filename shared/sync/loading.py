@@ -4,8 +4,8 @@ Runs in the process of the model: the server's workers, or a learner with a colo
 the checkpoint's layout (unquantized dense layers on CUDA), they are overwritten in place. Otherwise vLLM reloads layer
 by layer, as on CPU, where the backend repacks linear weights and drops the originals.
 
-Coverage (that all weights were replaced) is checked twice: every tensor of the model's checkpoint has come, and every
-served parameter was written or shares memory with a written one.
+Coverage (that all weights were replaced) is checked twice: every tensor of the model's checkpoint has arrived, and
+every served parameter was written or shares memory with a written one.
 
 In place, each update copies the same bytes of a bucket to the same bytes of the model. So the first load's copies are
 recorded, and later repeated in one launch per bucket (`CopyMemory`). A recording is used only if it is complete: every
@@ -38,13 +38,13 @@ log = logging.getLogger(__name__)
 Named = Sequence[tuple[str, torch.Tensor]]
 _NAMES_SHOWN = 5  # max names in an error
 
-# Operations that pad a parameter. Such operations need no repeating, because the padding stays.
+# Operations that pad a parameter. They need not be repeated, because the padding stays.
 _CONSTANTS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorCopy:
-    """One copy of a part of a bucket's tensor to `target` in the model. `index`: the tensor's place in the bucket.
+    """One copy of a part of a bucket's tensor to `target` in the model. `index`: the tensor's index in the bucket.
     `stride` and `offset` of the part are in elements."""
 
     target: torch.Tensor
@@ -103,7 +103,7 @@ class CopyMemory:
 
 class _Watcher(TorchDispatchMode):
     """Records torch operations: `pairs` are (target, source) of each copy; `others` is True if an operation other than
-    a copy or a constant fill wrote."""
+    a copy or a constant fill has written to a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class WeightLoad:
         # A tied parameter is listed with all its names, because the loader may report any of them as written.
         self._served = _names_by_storage(parameters)
         if self.in_place:
-            # Copies are recorded with the addresses of parameters, and a moved parameter would be missed.
+            # Recorded copies write to the addresses of parameters, so they would miss a parameter that has moved.
             self._memory.begin(parameter for _, parameter in parameters)
         else:
             with self._context():
@@ -197,10 +197,9 @@ class WeightLoad:
 
     def finish(self) -> int:
         """Return the number of tensors that were loaded. Raises CoverageError."""
-        # Loading is closed before the checks, because the model must be able to run even after an update that they
-        # refuse.
+        # Loading is closed before the checks, because the model must be able to run even if a check fails.
         self.close()
-        # vLLM's own report proves little: a loader that got one of three fused tensors reports the whole parameter as
+        # vLLM's own report is not enough: a loader that got one of three fused tensors reports the whole parameter as
         # loaded.
         self._check_received()
         self._check_written()

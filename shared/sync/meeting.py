@@ -1,19 +1,20 @@
 """The meeting of a group's ranks: at one TCP address, within a deadline, only for ranks that know the group's secret.
 
-In: a `Seat`, and this rank's card: a few bytes for all other ranks. Out: all ranks' cards, and a connection between
-rank 0 and every other rank. Rank 0 listens, and each connection to it begins with these messages:
+In: a `Seat`, and this rank's card: a few bytes that all other ranks get. Out: all ranks' cards, and a connection
+between rank 0 and every other rank. Rank 0 listens, and each connection to it begins with these messages:
 
     rank 0 to rank r    32 random bytes
     rank r to rank 0    r, 32 random bytes, its card, and a proof
     rank 0 to rank r    all cards, and a proof, once every rank has come
 
 A proof is an HMAC with the secret over the side (rank 0 or rank r), the port, the group's size, r, both sides' random
-bytes and the message. The secret itself comes with the authenticated HTTP call. A relay in between is not noticed, but
-it can change neither these messages nor a sealed bucket.
+bytes and the message. The secret itself comes with the authenticated HTTP call. A relay between two ranks stays
+unnoticed, but it can change neither these messages nor a sealed bucket.
 
 Invariants: rank 0 listens only on the configured address, and only until all ranks are there. From a connection without
-a proof it reads at most HELLO_BYTES, within HELLO_S, and it holds at most MAX_GUESTS such connections; dropped ones are
-counted. Every wait ends at the deadline, or soon after the join was given up, and then the port is free.
+a proof it reads at most HELLO_BYTES, within HELLO_S, and it holds at most MAX_GUESTS such connections; dropped
+connections are counted. Every wait ends at the deadline, or soon after the join was given up, and then the port is
+free.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _WITHOUT_PORTS = "or do without a port: vllm.mode: colocate, or rollout_backend:
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """The place where a group meets, and this process's rank in it."""
+    """The address at which a group meets, and this process's rank in the group."""
 
     host: str
     port: int
@@ -59,7 +60,7 @@ class Seat:
     world_size: int
     timeout_s: float  # deadline for joining, and default deadline of later operations
     device: torch.device  # device of the tensors that this rank sends or receives
-    secret: bytes = field(repr=False)  # different for each group
+    secret: bytes = field(repr=False)  # the group's secret, different for each group
 
     def __str__(self) -> str:
         return f"group {self.host}:{self.port} as rank {self.rank} of {self.world_size}"
@@ -67,8 +68,8 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """All ranks' cards, by rank, and this rank's connections, by the rank on the other side. Rank 0 has one to each
-    other rank; every other rank has one, to rank 0."""
+    """All ranks' cards, by rank, and this rank's connections, by the rank on the other side. Rank 0 has a connection to
+    each other rank; every other rank has only a connection to rank 0."""
 
     cards: Sequence[bytes]
     links: Mapping[int, socket.socket]
@@ -150,7 +151,7 @@ class _Guest:
 class _Member:
     link: socket.socket
     challenge: bytes
-    answer: bytes  # random bytes from the rank itself
+    answer: bytes  # random bytes from the rank that connected
     card: bytes
 
 
@@ -179,7 +180,7 @@ class _Door:
                 self._drop(guest)
         cards = [card, *(self._members[rank].card for rank in ranks)]
         for rank in ranks:
-            # Ranks are answered only once all have come, because the proof is over all cards.
+            # Ranks are answered only when all have connected, because the proof covers all cards.
             self._answer(rank, b"".join(cards), wait)
         links = {rank: self._members.pop(rank).link for rank in ranks}
         return Meeting(cards=cards, links=links)
@@ -191,7 +192,7 @@ class _Door:
         self._listener.close()
 
     def _let_in(self) -> None:
-        """Accept waiting connections, MAX_GUESTS at most, so that earlier ones are read soon."""
+        """Accept waiting connections, MAX_GUESTS at most, so that earlier connections are read soon."""
         for _ in range(MAX_GUESTS):
             try:
                 link, _ = self._listener.accept()
@@ -221,7 +222,7 @@ class _Door:
         if guest.link not in self._guests:
             return
         try:
-            # Not a byte more than the proof is read from a caller who has not proved anything yet.
+            # No byte after the proof is read from a caller that has not proved the secret yet.
             said = guest.link.recv(HELLO_BYTES - len(guest.said))
         except BlockingIOError:
             return
@@ -314,7 +315,7 @@ def _visit(member: Seat, card: bytes, wait: _Wait) -> Meeting | None:
 
 
 def _introduce(link: socket.socket, member: Seat, card: bytes, wait: _Wait) -> list[bytes] | None:
-    """Prove the secret to rank 0 and return all cards; None if rank 0 does not prove it."""
+    """Prove the secret to rank 0 and return all cards; None if rank 0 does not prove that it knows the secret."""
     challenge = _receive(link, _RANDOM_BYTES, wait, patience_s=HELLO_S)
     if challenge is None:
         return None
@@ -357,7 +358,7 @@ def _receive(link: socket.socket, num_bytes: int, wait: _Wait, patience_s: float
 
 
 def _proof(member: Seat, side: bytes, rank: int, challenge: bytes, answer: bytes, content: bytes) -> bytes:
-    # Side, port and rank are part of the proof, so that it proves nothing at another place.
+    # Side, port and rank are part of the proof, so that it is worthless for another side, port or rank.
     place = struct.pack("<III", member.port, member.world_size, rank)
     return hmac.digest(member.secret, side + place + challenge + answer + content, hashlib.sha256)
 
