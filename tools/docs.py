@@ -18,7 +18,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deploy.launch import LaunchConfig
-from deploy.places import examples
+from deploy.places import WRITERS, Place
+from deploy.places.plan import read_plan
 from learner.config.load import RETIRED
 from learner.config.schema import RULES, RunConfig
 from rollout_server.config import ServerConfig
@@ -52,6 +53,15 @@ and this machine. They exit with 2 if a file is wrong. In a clone, `python -m le
   `# yaml-language-server: $schema=config.schema.json` as a file's first line.
 """
 
+# Shipped files of the places: folder, place and launch file.
+EXAMPLES = {
+    "deploy/slurm": (Place.SLURM, "deploy/qwen3vl_4b/launch-cluster.yaml"),
+    "deploy/kubernetes": (Place.KUBERNETES, "deploy/qwen3vl_4b/launch-cluster.yaml"),
+    "deploy/skypilot": (Place.SKYPILOT, "deploy/qwen3vl_4b/launch-cluster.yaml"),
+    "deploy/compose": (Place.COMPOSE, "deploy/qwen3vl_4b/launch.yaml"),
+    "deploy/compose/cpu": (Place.COMPOSE, "deploy/demo/launch.yaml"),
+}
+
 TABLE_HEAD = "| key | type | default | unit | meaning |\n| --- | --- | --- | --- | --- |\n"
 REQUIREMENT = re.compile(r" ?\([RD]\d\d?(?:,? [RD]\d\d?)*\)")
 
@@ -62,6 +72,16 @@ def main() -> None:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text, encoding="utf-8")
         print(f"wrote {name}")
+
+
+def examples() -> dict[str, str]:
+    """Return the shipped files by their path. The image names in these files are placeholders, which every place
+    refuses."""
+    found: dict[str, str] = {}
+    for folder, (place, path) in EXAMPLES.items():
+        out = Path(folder)
+        found |= {str(out / name): text for name, text in WRITERS[place].files(read_plan(path), out).items()}
+    return found
 
 
 def documents() -> dict[str, str]:

@@ -3,8 +3,7 @@
 A place is a module with three functions. `mistakes(plan, out)` yields the parts of the plan that the place does not
 support. `files(plan, out)` returns the texts of the place's files, by file name. `submit(plan, out)` says how to start
 them. The three functions read only the `Plan`, which is made from the launch file. `python -m tools.docs` writes the
-files under deploy/slurm, deploy/kubernetes, deploy/skypilot and deploy/compose from `EXAMPLES`, and a test compares
-them with `EXAMPLES`.
+shipped files under deploy/slurm, deploy/kubernetes, deploy/skypilot and deploy/compose.
 """
 
 from __future__ import annotations
@@ -34,13 +33,6 @@ WRITERS: Mapping[Place, ModuleType] = {
     Place.SKYPILOT: skypilot,
     Place.COMPOSE: compose,
 }
-EXAMPLES = {
-    "deploy/slurm": (Place.SLURM, "deploy/qwen3vl_4b/launch-cluster.yaml"),
-    "deploy/kubernetes": (Place.KUBERNETES, "deploy/qwen3vl_4b/launch-cluster.yaml"),
-    "deploy/skypilot": (Place.SKYPILOT, "deploy/qwen3vl_4b/launch-cluster.yaml"),
-    "deploy/compose": (Place.COMPOSE, "deploy/qwen3vl_4b/launch.yaml"),
-    "deploy/compose/cpu": (Place.COMPOSE, "deploy/demo/launch.yaml"),
-}
 
 
 def write_place(place: Place, config_path: str, overrides: Sequence[str], out: Path) -> int:
@@ -66,13 +58,3 @@ def write_place(place: Place, config_path: str, overrides: Sequence[str], out: P
         ) from error
     print(f"wrote {', '.join(str(out / name) for name in files)}\n\n{writer.submit(plan, out)}")
     return 0
-
-
-def examples() -> dict[str, str]:
-    """Return the shipped files by their path. The image names in these files are placeholders, which every place
-    refuses."""
-    found: dict[str, str] = {}
-    for folder, (place, path) in EXAMPLES.items():
-        out = Path(folder)
-        found |= {str(out / name): text for name, text in WRITERS[place].files(read_plan(path), out).items()}
-    return found

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from deploy import launch
 from deploy.launch_file import NO_IMAGE
-from deploy.places import EXAMPLES, WRITERS, Place, examples, read_plan, write_place
+from deploy.places import WRITERS, Place, read_plan, write_place
 from deploy.places.plan import READ, WRITTEN
 from learner.config.load import load_config
 from learner.config.schema import RunConfig
@@ -22,6 +22,7 @@ from rollout_server.config import ServerConfig, load_server_config
 from shared.config.model import ConfigErrors, Section, describe_field, walk_keys
 from shared.config.parse import write_yaml
 from tests.unit.deploy.manifests import ROOT
+from tools.docs import EXAMPLES, examples
 
 DIGEST = "sha256:" + "0" * 64
 IMAGES = tuple(f"cluster.{side}_image=registry.example/{side}@{DIGEST}" for side in ("server", "learner"))
