@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
-TRY = Path(__file__).parents[2] / "deploy" / "compose" / "try.sh"
+TRY = Path(__file__).with_name("try_compose.sh")
 NO_ENGINE = 77
 
 

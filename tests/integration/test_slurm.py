@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1200)]
-TRY = Path(__file__).parents[2] / "deploy" / "slurm" / "try.sh"
+TRY = Path(__file__).with_name("try_slurm.sh")
 SBIN = "/usr/sbin:/sbin"
 MISSING = [
     program

@@ -1,5 +1,6 @@
-"""Stands for both programs in `deploy/compose/try.sh --quick`. It needs what they need of a container: a configuration,
-a token, places to write, shared memory that outlives a server, and the other container under its name."""
+"""Stands for both programs in `tests/integration/try_compose.sh --quick`. It needs what they need of a container: a
+configuration, a token, places to write, shared memory that outlives a server, and the other container under its
+name."""
 
 import http.server
 import os

@@ -149,7 +149,7 @@ def test_only_gpus_need_locked_memory() -> None:
 
 
 def test_a_server_is_started_again_and_the_learner_is_what_ends_the_run() -> None:
-    """R40: what `run.sh` does is shown by `deploy/compose/try.sh`."""
+    """R40: what `run.sh` does is shown by `tests/integration/try_compose.sh`."""
     assert SERVER["restart"] == "on-failure:3"
     assert LEARNER["restart"] == "no"
     assert "--max-restarts" in LEARNER["command"]

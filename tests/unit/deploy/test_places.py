@@ -171,7 +171,7 @@ def test_the_command_writes_says_how_to_submit_and_refuses(clone: Path) -> None:
 def test_the_shipped_files_are_all_that_is_there() -> None:
     """`tests/unit/docs/test_generated.py` compares their texts."""
     written = set(examples())
-    by_hand = {f"deploy/{name}" for name in ("slurm/try.sh", "slurm/servers.sh", "compose/try.sh")}
+    by_hand = {"deploy/slurm/servers.sh"}
     for folder in EXAMPLES:
         there = {str(path.relative_to(ROOT)) for path in (ROOT / folder).iterdir() if path.is_file()}
         assert there - written <= by_hand

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A whole Slurm on this machine, for the time of this script: five virtual nodes, the generated job, the demo's model, CPU.
-#   deploy/slurm/try.sh [FOLDER]     default: runs/slurm-try; about four minutes on two cores
+#   tests/integration/try_slurm.sh [FOLDER]     default: runs/slurm-try; about four minutes on two cores
 # It shows that: servers are found; two ranks on two nodes learn; a server whose step is cancelled is survived and comes
 # back; a node is drained and the requeued job goes on from its checkpoint on other nodes; the warning before the time
 # limit saves, and requeues the job. It needs the Debian packages slurm-wlm and munge, and .venv (PYTHON: another one).
@@ -21,6 +21,7 @@ mkdir -p slurm/state logs
 chmod 755 slurm
 export PYTHON PYTHONPATH=$root SLURM_CONF=$PWD/slurm/slurm.conf OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 ln -sfn "$root/deploy" deploy
+ln -sfn "$root/tests" tests
 job='' daemons=()
 
 say() { echo "[try] $SECONDS s: $*"; }
@@ -102,7 +103,7 @@ wait_for "$NODES nodes are idle" idle
 
 # ---- the job ----
 "$PYTHON" -m deploy.demo.build_data --out data --train 64 --val 0 --test 0 > /dev/null
-"$PYTHON" -m deploy.launch --config deploy/slurm/try/launch.yaml --to slurm --out job
+"$PYTHON" -m deploy.launch --config tests/integration/slurm/launch.yaml --to slurm --out job
 job=$(sbatch --parsable job/run.sh)
 out=slurm-$job.out
 steps() { grep -c '"event": "step"' run/metrics.jsonl 2> /dev/null || true; }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compose on this machine, for the time of this script: images built, the run of deploy/demo/launch.yaml in containers, CPU.
-#   deploy/compose/try.sh [--quick] [FOLDER]     default: runs/compose-try
+#   tests/integration/try_compose.sh [--quick] [FOLDER]     default: runs/compose-try
 # It shows that: everything runs as a user without rights on a root that is read-only; a server that is killed comes back
 # with the same shared memory; the run's exit code is the learner's; nothing is left. The long form also builds the images,
 # stops the learner, and resumes the run from its checkpoint. --quick takes a stub in place of both programs (tests/unit/deploy/compose_stub.py), in
