@@ -68,8 +68,8 @@ class CanaryScorer:
         self._sent: dict[tuple[torch.dtype | None, bool], _Sent] = {}
 
     def __call__(self, dtype: torch.dtype | None, merged: bool) -> CanaryScores:
-        """Score the answers with the present weights, as they are sent in `dtype` (None: as trained). `merged`:
-        adapters are sent merged into the layers' weights; if False, they are sent separately."""
+        """Score the answers with the present weights, as they are sent in `dtype` (None: in the type of training).
+        `merged`: adapters are sent merged into the layers' weights; if False, they are sent separately."""
         if (dtype, merged) not in self._sent:
             self._sent[dtype, merged] = _Sent(
                 self._policy, self._answers, dtype, merged=merged, checksums=self._with_checksums
@@ -144,8 +144,8 @@ class SideStream:
         """Launch the block's work on the side stream. The work runs after all work that the current stream has so
         far."""
         if self._stream is None:
-            # The stream is made at first use. torch hands out 32 streams in turn. The engine took its streams earlier,
-            # to capture CUDA graphs, so this stream is not one of them.
+            # The stream is made at first use. torch gives out 32 streams in turn. The engine got its streams earlier,
+            # to capture CUDA graphs, so this stream is a different one.
             self._stream = torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

@@ -25,9 +25,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from shared.errors import ConfigError
 
 Wanted = Literal["auto", True, False]
-AUTO_PARAMETERS = 500_000_000  # `auto` compiles no smaller model: it gains little, and compiling takes time
+AUTO_PARAMETERS = 500_000_000  # `auto` does not compile smaller models: the gain is small, and compiling takes time
 BACKEND = "inductor"
-ERROR_LENGTH = 300  # characters shown of a compiler's message; what follows is advice on debugging torch
+ERROR_LENGTH = 300  # max characters shown of a compiler's message, whose end is advice on debugging torch
 
 
 def compile_layers(model: PreTrainedModel, wanted: Wanted, device: torch.device, *, sharded: bool = False) -> str:
@@ -65,7 +65,7 @@ def _with_gradients(
 ) -> object:
     """Call a compiled layer. The layer's input is brought into the form that most layers' inputs have: an input without
     a gradient gets one, and an input that is a view is copied."""
-    # With another form torch would compile all layers twice (20 s for a model of 4B). The gradient is not used, and
+    # Without this, torch would compile all layers twice (20 s for a model of 4B). The added gradient is not used, and
     # costs the backward pass of three projections.
     if torch.is_grad_enabled() and not hidden.requires_grad and any(p.requires_grad for p in layer.parameters()):
         hidden = hidden.detach().requires_grad_()

@@ -20,8 +20,9 @@ from shared.errors import CheckpointError
 
 
 def gathered_weights(policy: Policy, *, keep: bool) -> Mapping[str, torch.Tensor] | None:
-    """Return a sharded model's tensors for `save_model` by name, in host memory: the adapter's if there is one, else
-    all. A rank without `keep` takes part and returns {}. None for a model that is not sharded. Collective."""
+    """Return a sharded model's tensors for `save_model` by name, in host memory: the adapter's tensors if there is an
+    adapter, else all. A rank without `keep` takes part and returns {}. None for a model that is not sharded.
+    Collective."""
     if not policy.is_sharded:
         return None
     if policy.adapter is None:

@@ -1,4 +1,4 @@
-"""The policy: a transformers model with its processor, and all that the learner does with them.
+"""The policy: a transformers model with its processor, and the learner's operations on them.
 
 In: `ModelConfig`. Out: a `Policy` that learns packed rows, scores tokens, and lists its merged weights under checkpoint
 names. Supported are text-only causal language models and image-text-to-text models of the Qwen-VL kind.

@@ -103,8 +103,8 @@ class Offload:
             yield
         finally:
             for tensor in tensors:
-                # If the device is the CPU, `to` without `copy` would return the host memory itself, which the next move
-                # overwrites.
+                # Without `copy`, `to` would return the host memory itself if the device is the CPU, and the next move
+                # would overwrite it.
                 tensor.data = tensor.data.to(self._device, non_blocking=True, copy=True)
             self._wait()
 
@@ -114,8 +114,8 @@ class Offload:
 
 
 def make_offload(config: OffloadConfig, policy: Policy, optimizer: Optimizer | None) -> Offload:
-    """Return the `Offload` that moves what `config` says. Raises ConfigError if a parameter is sharded, or is not on
-    the policy's device: such a state cannot be moved safely."""
+    """Return the `Offload` that `config` describes. Raises ConfigError if a parameter is sharded, or is not on the
+    policy's device: such a state cannot be moved safely."""
     moves = config.enabled and policy.device != HOST
     moves_model, moves_optimizer = moves and config.offload_model, moves and config.offload_optimizer
 

@@ -88,7 +88,7 @@ def pack_inputs(
         predict_at=to_device(torch.from_numpy(predict_at), device),
         targets=to_device(_gather([s.labels for s in segments], supervised), device),
         weights=to_device(weights, device),
-        # The sum is computed on the host, because a read from the device would wait for it.
+        # The sum is computed on the host, because reading it from the device would make the host wait.
         weight_sum=float(weights.double().sum()),
         supervised=tuple(supervised),
         policy=_policy(segments, supervised, device),
@@ -203,8 +203,8 @@ def _image_tokens_as_text(model: PreTrainedModel, inputs: PackedInputs) -> Itera
         return
     token = torch.tensor(image_token_id(model), device=written.device)
 
-    # A model puts image features at every image token. A server embeds an image token that the policy wrote like any
-    # other token.
+    # A model puts image features at every image token. A server treats an image token in an answer like any other
+    # token.
     def put_back(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
         # `module(token)` below calls this hook too, with one token.
         if args[0].shape != written.shape:

@@ -31,8 +31,8 @@ BUCKET_ELEMENTS = 64 * 2**20  # max elements of a bucket (256 MiB of float32), u
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process's place among the learner's processes, and the collectives that they share. `timeout_s`: deadline of
-    a collective. With `world_size` 1 there is no process group, and collectives return at once."""
+    """This process's rank among the learner's processes, and their collectives. `timeout_s`: deadline of a collective.
+    With `world_size` 1 there is no process group, and collectives return at once."""
 
     rank: int = 0
     world_size: int = 1
@@ -76,7 +76,7 @@ class Ranks:
 
     def all_succeed(self, work: Callable[[], T]) -> list[T]:
         """Return the results of `work()` on all ranks, in rank order. If `work` raises a ProjectError on some ranks,
-        every rank raises the error of the first of these ranks. So no rank waits for one that has stopped."""
+        every rank raises the error of the first of these ranks. So no rank waits for a rank that has stopped."""
         outcome: T | ProjectError
         try:
             outcome = work()
@@ -128,7 +128,7 @@ class Ranks:
             ) from error
 
 
-_ROLL_CALL_S = 2.0  # seconds in which healthy ranks report a failed collective: they notice it at about the same time
+_ROLL_CALL_S = 2.0  # max wait for reports of healthy ranks, which notice a failed collective at the same time
 
 
 def absent_ranks(rank: int, world_size: int) -> list[int]:

@@ -154,7 +154,7 @@ class Notes:
     @contextmanager
     def repeating(self) -> Iterator[None]:
         """Let a pass inside the block use the recorded values instead of reading and copying. Raises OtherPassError if
-        the pass reads or copies otherwise than the recorded pass."""
+        the pass reads or copies other values than the recorded pass."""
         self._next = 0
         with _watched(self._repeat_factory, self._repeat_operation):
             yield
@@ -182,7 +182,7 @@ class Notes:
         if reads(func, args, kwargs):
             self._check(func, (args, kwargs))
             self._put(func, returned)
-        # What is computed from weights depends on weights, and so does a tensor into which it is written.
+        # Results of operations on weights depend on weights, and so do tensors into which they are written.
         if self._depends((args, kwargs)):
             self._mark(one for one in tree_iter(returned) if isinstance(one, torch.Tensor))
             self._mark(_written(func, args, kwargs))

@@ -1,8 +1,8 @@
 """The loss of a policy gradient, per token (`grpo`, R37).
 
-A token of a rollout has three log-probabilities: `rollout`, which the engine computed when it drew the token; `first`,
-which the learner computed before its first update on the rollout; `now`, with the present weights and a gradient. `A`
-is the token's advantage.
+A token of a rollout has three log-probabilities: `rollout`, which the engine computed when it sampled the token;
+`first`, which the learner computed before its first update on the rollout; `now`, with the present weights and a
+gradient. `A` is the token's advantage.
 
     importance  w = min(exp(first - rollout), cap)      corrects the engine's older weights and other kernels
     ratio       r = exp(now - first)                    1 in the first update
@@ -72,7 +72,7 @@ def write_first_logprobs(segments: Sequence[Segment], supervised: Sequence[np.nd
     values, start = logprobs.detach().float().cpu().numpy(), 0
     # `strict` is off, because `supervised` may have one more entry: a blank image's.
     for segment, at in zip(segments, supervised, strict=False):
-        # Only the first pass counts, because the weights of later passes were already changed by this rollout.
+        # Only the first pass is stored, because later passes use weights that this rollout has changed.
         if segment.policy is not None and np.isnan(segment.policy.first_logprobs[at]).any():
             segment.policy.first_logprobs[at] = values[start : start + len(at)]
         start += len(at)

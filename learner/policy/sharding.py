@@ -84,7 +84,7 @@ def shard(model: PreTrainedModel, ranks: Ranks) -> ShardedForward:
         sharded = fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
         # FSDP averages gradients over ranks by default. The learner needs their sum.
         sharded.set_gradient_divide_factor(1.0)
-        # gloo cannot scale sums, so sums are reduced.
+        # gloo cannot scale while it reduces, so plain sums are used.
         sharded.set_force_sum_reduction_for_comms(True)
     return forward
 

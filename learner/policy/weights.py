@@ -32,8 +32,8 @@ _BASE = ".base_layer."
 
 class CheckpointWeights:
     """The weights of one model. No module or parameter may be added to the model later. `merge` False: the model's
-    weights without its adapters. `device`: where adapters are merged, also while the model is in host memory; None: on
-    the device of each layer.
+    weights without its adapters. `device`: the device on which adapters are merged, also while the model is in host
+    memory; None: the device of each layer.
 
     Raises ConfigError for a sharded model whose tensors cannot be gathered one at a time.
     """
@@ -110,7 +110,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     2**64. The host does not wait for the device.
 
     Zeros between the tensors of a bucket add nothing, so the bucket's sum is the sum of its tensors' sums. If values
-    have changed, the sum almost surely differs. If values have only changed places, the sum stays the same.
+    have changed, the sum almost surely differs. If values were only swapped, the sum stays the same.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.numel() % 8 or data.storage_offset() % 8:

@@ -75,8 +75,8 @@ from shared.processes import (
 # stops rising. While the score rises, sft learns faster than grpo would: on photographs one step of grpo took 60% of
 # five minutes.
 SFT_SHARE = 0.8
-# If boxes are loose (F1 is much lower at high IoU), rollout matching may take this fraction of the minutes left after
-# sft. The rest is for `grpo` with the boxes' IoU as reward.
+# If boxes are loose (F1 is much lower at high IoU), rollout matching may take this fraction of the minutes after sft.
+# The other minutes are for `grpo` with the boxes' IoU as reward.
 MATCHING_SHARE = 0.6
 # A stage after `sft` begins only if at least this fraction of the recipe's minutes is left.
 LEAST_SHARE = 0.1
@@ -122,7 +122,7 @@ def recipe(
         )
     root = Path(config.training.output_dir)
     check_writable(config)
-    # An ordinary run in this folder is left alone, also with `training.overwrite`.
+    # An ordinary run in this folder is not overwritten, even with `training.overwrite`.
     check_output_dir(config.model_copy(update={"training": config.training.model_copy(update={"overwrite": False})}))
     with ExitStack() as stack:
         with writing(root):
@@ -192,7 +192,7 @@ class StageProcess:
             argv = ["-m", "learner.run.torchrun", str(self._nproc), *argv]
         log = path.with_suffix(".log")
         code = exit_code(-self._signum)
-        # A signal in the last evaluation of a stage is only noted, and the next stage must not begin.
+        # A signal in the last evaluation of a stage is only recorded, and the next stage must not begin.
         if not self._signum:
             # The stage's process writes to the same stdout.
             sys.stdout.flush()
@@ -204,11 +204,11 @@ class StageProcess:
                     env={**self._environment, **without_working_directory(self._environment)},
                     stderr=errors,
                     start_new_session=True,
-                    # The stage ends with this process: if this process is killed, nobody passes a stop signal on to the
-                    # stage.
+                    # The stage ends with this process: if this process is killed, no process passes a stop signal on to
+                    # the stage.
                     preexec_fn=partial(end_with_parent, signal.SIGKILL, os.getpid()),
                 )
-            # A signal that came before the process had begun is due now.
+            # A signal that came before the process had begun is passed on now.
             self._pass_on()
             code = exit_code(returncode := self._process.wait())
             self._process = None
@@ -271,7 +271,7 @@ class Recipe:
         otherwise at most the fraction SFT_SHARE of them."""
         earlier_s = spent_s(self.root / SFT)
         share_s = 60 * self.record.minutes * (1.0 if self.record.no_grpo else SFT_SHARE)
-        # The measurement of the headroom runs in the folder of `grpo`, and its time counts too.
+        # The measurement of the headroom runs in the folder of `grpo`, and its time is counted here.
         left_s = share_s - earlier_s - spent_s(self.root / GRPO)
         return self._run(SFT, sft_stage(self.config, world_size=self.nproc, minutes=left_s / 60), WHY_SFT, earlier_s)
 
@@ -285,14 +285,14 @@ class Recipe:
             self._decide(ended=f"its boxes fit: F1@mIoU is {self.record.fit:.2f} of F1@0.5")
             return 0
         if name == GRPO and (self.root / GRPO / HEADROOM).is_file():
-            self._decide_by_headroom()  # an earlier command was stopped between the measurement and the decision
+            self._decide_by_headroom()  # for a command stopped between measurement and decision
         earlier_s = spent_s(self.root / name)
         whole_s = 60 * self.record.minutes - self.record.seconds
         left_s = whole_s - earlier_s
         has_time = left_s >= LEAST_SHARE * 60 * self.record.minutes
         if self.record.no_grpo:
-            # Sft may go on: in a recipe of 10 minutes it was ended while its score rose, and a third of the time stayed
-            # unused.
+            # Sft may continue: in a recipe of 10 minutes it was ended while its score rose, and a third of the time
+            # stayed unused.
             if has_time and sft.ended == TIME_UP and not self.record.extended:
                 self._go_on_with_sft()
             else:
@@ -312,9 +312,9 @@ class Recipe:
         return code
 
     def _grpo(self, sft: StageResult, minutes: float, earlier_s: float) -> int:
-        """Run `grpo`, and return its exit code. If labels were completed or boxes are loose, `grpo` learns in any
-        case. Otherwise the process of `grpo` first measures the headroom in places, and learns only if this headroom is
-        large enough. Missing labels would make the measured headroom too small."""
+        """Run `grpo`, and return its exit code. If labels were completed or boxes are loose, `grpo` learns in any case.
+        Otherwise the process of `grpo` first measures the headroom for boxes, and learns only if this headroom is large
+        enough. Missing labels would make the measured headroom too small."""
         record = self.record
         # If rollout matching was run, the start cannot complete labels.
         completes = record.stage(MATCHING) is None and (sft.completed or record.starts_weak)
@@ -358,7 +358,8 @@ class Recipe:
         # The written file is loaded here, so that a mistake in it is reported before a process is started.
         config = load_config(path, world_size=self.nproc, env=self.environment)
         code = self._run_stage(path)
-        # The time of the whole process counts, because starting and ending a stage also uses up the recipe's minutes.
+        # The time of the whole process is counted, because starting and ending a stage also uses up the recipe's
+        # minutes.
         seconds = earlier_s + time.monotonic() - self._began_s
         self._began_s = time.monotonic()
         if code:

@@ -52,7 +52,7 @@ class StageResult:
     why: str  # the reason why the stage was run
     ended: str  # the reason why the stage ended
     labels: str  # a sentence on which labels were completed; empty if `labels.complete` is off
-    completed: bool  # labels were completed
+    completed: bool  # True: labels were completed
     seconds: float  # duration of the stage
     steps: int  # optimizer steps until the last evaluation
     best_step: int  # step of the best evaluation
@@ -93,10 +93,10 @@ class Record:
     metric: str  # name of the metric that decides which weights are best; "auto" until the first stage has ended
     stages: tuple[StageResult, ...] = ()  # stages that have ended, in the order in which they ended
     headroom: Mapping[str, FeatureEstimate] = field(default_factory=dict)  # what `grpo` measured before its first step
-    grpo: str = ""  # the reason to run `grpo`; empty if it was not decided to run it
-    no_grpo: str = ""  # the reason not to run `grpo`; empty if that was not decided
-    extended: bool = False  # True: `grpo` is not run, and `sft` goes on for the minutes kept for `grpo`
-    ended: str = ""  # the reason why the recipe has ended; empty while it goes on
+    grpo: str = ""  # the reason to run `grpo`; empty without this decision
+    no_grpo: str = ""  # the reason not to run `grpo`; empty without this decision
+    extended: bool = False  # True: `grpo` is not run, and `sft` continues in the minutes kept for `grpo`
+    ended: str = ""  # the reason why the recipe has ended; empty until then
     best_of: str = START  # name of the stage with the best weights; START if no stage is better than the start
     best_score: float | None = None  # value of `metric` of the best weights; None before the first stage has ended
 
@@ -114,7 +114,7 @@ class Record:
 
     @property
     def fit(self) -> float:
-        """How well boxes fit, for the best weights so far: F1@mIoU / F1@0.5 on validation; 1 if one of them is not
+        """The fit of boxes for the best weights so far: F1@mIoU / F1@0.5 on validation; 1 if one of these is not
         known."""
         stage = self.stage(self.best_of)
         metrics = stage.after if stage is not None else self.stages[0].before if self.stages else {}
@@ -180,7 +180,7 @@ def read_record(root: Path) -> Record | None:
 
 
 def digest_of(config: RunConfig) -> str:
-    """Return a hash of the sections model, data, task and labels. A command goes on with a recipe only if its
+    """Return a hash of the sections model, data, task and labels. A command continues a recipe only if its
     configuration has the same hash."""
     parts = config.model_dump_json(include={"model", "data", "task", "labels"})
     return hashlib.sha256(parts.encode()).hexdigest()
@@ -195,7 +195,7 @@ def stage_result(run_dir: Path, *, why: str, seconds: float, patience: int) -> S
     try:
         stored = json_in(run_dir / BEST_FILE)
         values = {int(step): float(value) for step, value in stored["values"].items()}
-        # Of equal scores the earlier step counts.
+        # If scores are equal, the earlier step is the best.
         best = max(values, key=lambda step: (values[step], -step))
         start, metric = values[0], str(stored["metric"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -254,17 +254,17 @@ def read_headroom(run_dir: Path) -> dict[str, FeatureEstimate]:
 
 
 def grpo_pays(found: Mapping[str, FeatureEstimate]) -> Rule:
-    """Return the rule that says whether `grpo` is likely to gain. The rule holds if the headroom in places is above
+    """Return the rule that says whether `grpo` is likely to gain. The rule holds if the headroom for boxes is above
     `recommend.HEADROOM`, its interval is above 0, and sampled answers to enough scenes differ in score.
 
-    In a comparison that ended equal for `grpo` and `sft`, the headroom was 0.017.
+    In a comparison in which `grpo` and `sft` were equally good, the headroom was 0.017.
 
-    Do not call this if labels were completed: because of objects that still have no label, the headroom is measured too
-    low. `grpo` gained with 60% of the labels missing, where headrooms of 0.040 [0.012, 0.071] and 0.018 [-0.013, 0.048]
-    were measured, and with 40% missing in 32 scenes, where 0.010 [0.000, 0.025] was measured.
+    Do not call this if labels were completed: because of objects that still have no label, the measured headroom is too
+    low. `grpo` gained F1 although measured headrooms were 0.040 [0.012, 0.071] and 0.018 [-0.013, 0.048] with 60% of
+    the labels missing, and 0.010 [0.000, 0.025] with 40% missing in 32 scenes.
     """
-    # Here the interval need only be above 0: the recipe's minutes are spent anyway, and validation keeps the best
-    # weights. After --only-measure a user may spend hours, so the rule for that option demands more.
+    # It is enough here if the interval is above 0, because the recipe's minutes are spent anyway, and validation keeps
+    # the best weights. The rule for --only-measure demands more, because a user may spend hours after it.
     return better_places(found, least_low=0.0)
 
 
@@ -284,5 +284,5 @@ def spent_s(run_dir: Path) -> float:
                 spans.append([])
             spans[-1].append(float(event["time"]))
         except (ValueError, KeyError, TypeError, IndexError):
-            continue  # a line that a killed process cut short
+            continue  # the last line of a killed process may be incomplete
     return sum(max(times) - min(times) for times in itertools.compress(spans, spans))

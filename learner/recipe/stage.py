@@ -3,8 +3,8 @@
 In: the stage's configuration, and the recipe's record in the parent folder of the run. Out: an ordinary run. The run
 takes over what earlier stages found: completed labels, and, if validation labels are missing, the assumed number of
 validation objects (a range from fewest to most). Headroom is how much better the best of K sampled answers to a
-training sample is than the greedy answer. The stage `grpo` first measures the headroom, unless it is already decided
-that `grpo` is worth its time. The stage writes the headroom to `headroom.json`, and learns nothing if it is too small.
+training sample is than the greedy answer. The stage `grpo` first measures the headroom, unless the record already says
+to run `grpo`. The stage writes the headroom to `headroom.json`, and learns nothing if it is too small.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from learner.trainer import Trainer
 from learner.wiring.build import joined_ranks, train_on
 from shared.errors import DataError
 
-SAMPLES, GENERATIONS = 64, 8  # max samples for which headroom is measured; sampled answers to each.
+SAMPLES, GENERATIONS = 64, 8  # max samples for measuring headroom, and number of sampled answers to each.
 # The `micro_step_idx` of the measurement. Training never uses this number, so no seed is used twice.
 _MICRO_STEP = -3
 MEASURED = ("f1_greedy", "f1_best", "headroom", "headroom_places", "name_errors", "no_signal")  # features to measure
 
 
 def train_stage(config: RunConfig, *, environment: Mapping[str, str]) -> int:
-    """Run a stage on this rank. If the stage has a checkpoint, it goes on from the newest one. Returns the exit code,
+    """Run a stage on this rank. If the stage has a checkpoint, it continues from the newest one. Returns the exit code,
     as `train` does."""
     plan = resolve(config, int(environment.get("WORLD_SIZE", 1)))
     with joined_ranks(config, environment) as ranks:
@@ -67,7 +67,7 @@ def prepare(trainer: Trainer) -> bool:
         _take_range(sft_dir, run_dir)
     if name != GRPO:
         return True
-    begins = trainer.config.training.resume_from_checkpoint is None  # a resumed run has its labels from its checkpoint
+    begins = trainer.config.training.resume_from_checkpoint is None  # a resumed run gets its labels from its checkpoint
     if record.from_start and trainer.labels is not None and begins:
         # The stage uses the labels that the start (the user's model) completed. The weights of `sft` would complete
         # fewer labels: they have learned the annotations, and detect objects without a label less often.

@@ -1,8 +1,8 @@
 """Makes the configurations of the recipe's stages, as mappings to be written as YAML.
 
 In: the user's configuration, resolved. Out: the same configuration with another trainer variant. The keys about model,
-data, task, servers and memory do not change. A stage ends when its time is over or its validation score rises no more.
-So the number of a stage's steps is not known before, and the learning rate is constant after the warm-up.
+data, task, servers and memory do not change. A stage ends when its time is over or its validation score no longer
+rises. So its number of steps is not known in advance, and the learning rate is constant after the warm-up.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PATIENCE: Mapping[str, int] = {SFT: 2, GRPO: 3, MATCHING: 3}
 SAVE_MINUTES = 5.0  # minutes between two checkpoints, unless the user's configuration sets a cadence
 BY_IOU: Mapping[str, float] = {"soft_iou": 1.0}  # reward weights of a `grpo` stage that improves the fit of boxes.
 # On digits `grpo` gained with a learning rate of 3e-5, and did not with 1e-4.
-RATE_OF_GRPO = 0.3  # grpo's learning rate is sft's times this (docs/concepts/which-method.md)
-MOST_STEPS = 100_000  # max steps of a stage, which no stage reaches: its time or its patience ends it before.
+RATE_OF_GRPO = 0.3  # grpo's learning rate / sft's learning rate (docs/concepts/which-method.md)
+MOST_STEPS = 100_000  # max steps of a stage, which no stage reaches: its time or its patience ends it earlier.
 # `max_minutes` of a stage whose time is over. The key must be above 0.
 LEAST_MINUTES = 0.01
 NO_VALIDATION = Mistake(
@@ -94,7 +94,7 @@ def grpo_stage(
     values["labels"]["complete"] = complete | {"write": None} if completes else None
     values["loss"]["function"] = None  # grpo learns no labels
     decoding = values["custom"]["extra"]["rollout_matching"]["decoding"]
-    # `grpo` must draw rollouts by the probabilities that it learns.
+    # `grpo` must sample rollouts with the probabilities that it learns.
     decoding |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "decode_mode": None}
     _without_augment(values, config)
     if model is not None:
@@ -114,7 +114,7 @@ def grpo_stage(
 
 def _as_supervised(values: dict[str, Any], config: RunConfig, world_size: int) -> None:
     """Replace the settings of `grpo` for a stage that learns labels. If the user's configuration is for `grpo`, also
-    change batch sizes and learning rate to what learning labels needs."""
+    change batch sizes and learning rate to values for learning labels."""
     values["grpo"] = GrpoConfig().model_dump(mode="json")
     if _has(config, GRPO):
         size = config.grpo.num_generations

@@ -139,7 +139,7 @@ class Plane:
     right: float = WIDTH - RIGHT
     top: float = TOP
     height: float = HEIGHT  # height of the whole drawing, in drawing units
-    counted: bool = True  # True: x counts something, such as steps, so its marks are whole numbers
+    counted: bool = True  # True: x is a count, such as steps, so its marks are whole numbers
 
     def x(self, value: float) -> float:
         span = self.x_high - self.x_low or 1.0
@@ -150,8 +150,8 @@ class Plane:
         return self.height - BOTTOM - (value - low) / (high - low) * (self.height - TOP - BOTTOM)
 
     def x_ticks(self) -> list[float]:
-        """Return the marks of the x axis. If x counts something, only whole numbers are marked, unless the axis is
-        shorter than 1."""
+        """Return the marks of the x axis. If x is a count, only whole numbers are marked, unless the axis is shorter
+        than 1."""
         marks = [t for t in ticks(self.x_low, self.x_high, 5) if self.x_low <= t <= self.x_high]
         return [t for t in marks if t == int(t) or not self.counted or self.x_high - self.x_low < 1]
 
@@ -161,7 +161,7 @@ class Chart:
     """One figure: lines or stacked bars on a plane, or a row per horizontal bar or interval, or only a text."""
 
     title: str
-    value: str = ""  # text beside the title
+    value: str = ""  # text next to the title
     legend: Sequence[tuple[str, str]] = ()  # (name, color)
     plane: Plane | None = None
     lines: Sequence[tuple[str, Sequence[Column], bool]] = ()  # (color, columns, True: each column has a dot too)
@@ -173,13 +173,14 @@ class Chart:
     intervals: Sequence[Bar] = ()
     row_height: float = 0.0  # height of the row of a bar or interval, in drawing units
     text: str = ""  # shown instead of a drawing
-    marks: Sequence[tuple[float, str, str]] = ()  # (x, tooltip, HTML id of the part of the page that says more)
+    marks: Sequence[tuple[float, str, str]] = ()  # (x, tooltip, HTML id of the part of the page with details)
     last: str = ""  # the last number of each line, as a text
     note: str = ""  # an explanation below the drawing
 
     @property
     def is_flat(self) -> bool:
-        """True if the chart shows only one value, because no line changes. A text then says as much as the chart."""
+        """True if the chart shows only one value, because no line changes. A text is then as informative as the
+        chart."""
         if self.stacks or self.text:
             return len(self.stacks) <= 1
         ys = [{y for c in columns for y in (c.low, c.high)} for _, columns, _ in self.lines]
@@ -187,7 +188,7 @@ class Chart:
 
 
 def parted(charts: Iterable[Chart | None]) -> tuple[list[Chart], Table | None]:
-    """Return the charts to draw, and a table with the values of the flat charts (None: there are none)."""
+    """Return the charts to draw, and a table with the values of the flat charts (None if no chart is flat)."""
     found = [chart for chart in charts if chart]
     rows = [[chart.title, chart.last or chart.text] for chart in found if chart.is_flat]
     return [chart for chart in found if not chart.is_flat], Table(["", "Value"], rows) if rows else None

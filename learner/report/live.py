@@ -45,7 +45,7 @@ from shared.wire import TOKEN_VARIABLE, ServerStatus
 
 POLL_S = 2.0  # seconds between two updates of the page
 MOST_SCENES = 6  # max scenes shown of the newest evaluation
-SILENT_S = 120.0  # after so many seconds without an event, the page says that the run's process may have been killed
+SILENT_S = 120.0  # seconds without an event after which the page says that the run's process may have been killed
 ASK_S = 1.0  # max seconds to wait for a server's status
 BUSY_STEPS = 20  # number of last steps for which the page shows how busy ranks and servers were
 CHARTS = ("Loss", "Match rate", "Objects per step", "Seconds per step", "Packs waiting, per rank")  # titles of charts
@@ -80,8 +80,8 @@ class ShownAnswer:
 
 
 class Follower:
-    """Reads a run again and again while it goes on, each time only the new lines of `metrics.jsonl`. The scenes of
-    evaluations are not read."""
+    """Reads a running run repeatedly, each time only the new lines of `metrics.jsonl`. The scenes of evaluations are
+    not read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -99,7 +99,7 @@ class Follower:
                 lines.seek(self._num_read)
                 for line in lines:
                     if not line.endswith(b"\n"):
-                        # The learner has not written the whole line yet; it is read the next time.
+                        # The learner has not written the whole line yet, so the line is read next time.
                         break
                     self._num_read += len(line)
                     self._events += mappings_in([line.decode(errors="replace")])
@@ -113,12 +113,12 @@ class LiveView:
     def __init__(self, run_dir: Path, token: str | None) -> None:
         self._follower, self._run_dir, self._token = Follower(run_dir), run_dir, token
         self._picture = lru_cache(maxsize=64)(load_picture)
-        # Servers are asked at once, so the page waits for the slowest one only.
+        # Servers are called in parallel, so the page waits only for the slowest server.
         self._threads = ThreadPoolExecutor(8)
         self._drawn: tuple[tuple[int, int], list[SceneRow]] | None = None  # (step, number of scenes), the rows shown
 
     def now(self) -> str:
-        """Return the HTML of the part of the page that changes while the run goes on."""
+        """Return the HTML of the part of the page that changes while the run continues."""
         run = self._follower.read()
         global_step, answers = self._answers(run)
         keeps = any(color == "kept" for answer in answers for color, *_ in answer.shapes)
@@ -227,8 +227,8 @@ def members(run_dir: Path, run: RunRecord) -> list[tuple[str, str | tuple[str, s
 
 
 def shapes(line: Mapping[str, Any]) -> list[tuple[str, str, DetectionObject]]:
-    """Return what is drawn over an answer's image, as (color, tooltip, object). Predictions and labels have the colors
-    that the training's matching gives them; an evaluation would match them in another way."""
+    """Return the shapes to draw over an answer's image, as (color, tooltip, object). The colors of predictions and
+    labels come from the matching in training, which differs from an evaluation's."""
     matched = {int(p): (int(t), float(iou)) for p, t, iou in line["pairs"]}
     missed, kept = set(map(int, line["missed"])), set(map(int, line.get("kept", ())))
     found = [("region", "ignore region", read_object(item)) for item in line["ignored"]]
@@ -248,13 +248,13 @@ class Standing:
 
     name: str  # a word for the state, such as "Running"
     tone: str  # `good` if the run finished, `bad` if it failed or was stopped, else empty; decides the color
-    facts: str  # how far the run is, and how long it will take
+    facts: str  # progress of the run, and the time left
     done: int  # number of steps done
     total: int  # number of steps; 0: not known, or a time limit ends the run
 
 
 def standing(run: RunRecord, now: float) -> Standing:
-    """Return the run's state at the Unix time `now`: whether it goes on, how far it is, how long it will take."""
+    """Return the run's state at the Unix time `now`: whether it is running, its progress, and the time left."""
     status, done = run.status, run.steps[-1].global_step if run.steps else 0
     total = 0 if math.isfinite(status.time_up_s) else status.total_steps
     parts = [f"step {done}" + (f" of {total}" if total else "")]
@@ -323,7 +323,7 @@ def charts(run: RunRecord) -> tuple[list[Chart], Table | None]:
 
 
 def busy(run: RunRecord) -> Chart | None:
-    """Return a chart of the share of the time in which each rank and server worked, over the last BUSY_STEPS steps.
+    """Return a chart of the fraction of the time in which each rank and server worked, over the last BUSY_STEPS steps.
     Activities in IDLE do not count as work. None without a timeline."""
     last = run.timelines[-BUSY_STEPS:]
     span = sum(line.end_s - line.begin_s for line in last)
@@ -380,8 +380,8 @@ _HIDDEN = re.compile(r"\$\{\w+\}")  # the name of a variable, which a run's file
 
 def serve(run_dir: Path, *, host: str, port: int, send_token: bool = False) -> int:
     """Serve the live page of the run in `run_dir` until Ctrl-C. Returns the exit code. `send_token`: send the servers'
-    token to the servers in the run's files; only if you trust whoever wrote them. Raises DataError if there is no run,
-    ServerError if the port is taken."""
+    token to the servers in the run's files; only if you trust the author of the files. Raises DataError if there is no
+    run, ServerError if the port is taken."""
 
     if not is_run(run_dir):
         raise DataError(

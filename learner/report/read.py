@@ -3,7 +3,7 @@
 In: `metrics.jsonl` (one event per line), `eval/step_*.jsonl` (one scene per line), `config.yaml`. Any of these files
 may be missing, and the last line of a file may be cut off, because a killed run should have a report too.
 `RunRecord.notes` says what is missing or damaged. If all of these files are missing, DataError is raised. If a resumed
-run repeated an optimizer step, the step's last record counts.
+run repeated an optimizer step, the step's last record is used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RECIPE = "recipe.json"
 _KINDS: tuple[GeometryKind, ...] = ("bbox_2d", "poly")
 R = TypeVar("R", StepResult, SyncReceipt, "SpikePoint")
 PACE_STEPS = 20  # number of last steps from which `Status.seconds_per_step` is computed
-_LARGEST_BIN = 1 << 20  # max size of a coordinate or of an image's side; larger ones are taken for damage
+_LARGEST_BIN = 1 << 20  # max size of a coordinate or of an image's side; larger values count as damaged
 
 
 def read_runs(path: Path) -> RunSet:
@@ -147,7 +147,7 @@ def mappings_in(lines: Iterable[str]) -> list[Mapping[str, object]]:
         try:
             value = json_of(line)
         except ValueError:
-            continue  # the line is damaged; the caller counts such lines
+            continue  # the line is damaged (the caller counts damaged lines)
         if isinstance(value, dict):
             found.append(value)
     return found
@@ -232,7 +232,7 @@ def _is_detection(config: Mapping[str, object]) -> bool:
 
 def _status(events: Sequence[Mapping[str, object]], config: Mapping[str, object]) -> Status:
     """Return the run's state, from the events since it began or was last resumed."""
-    # Earlier versions wrote no `begin`: then all events count.
+    # Earlier versions wrote no event `begin`; without it all events are used.
     begun = max((i for i, event in enumerate(events) if event.get("event") == "begin"), default=0)
     total, first, ended, because, times = 0, 0, "", "", []
     began_s = math.nan
@@ -264,8 +264,8 @@ def _status(events: Sequence[Mapping[str, object]], config: Mapping[str, object]
 
 
 def _spikes(events: Sequence[Mapping[str, object]]) -> tuple[SpikePoint, ...]:
-    """Return the spikes of a run, without damaged ones. If a resumed run repeated a step, the step's last spikes
-    count."""
+    """Return the spikes of a run, without damaged ones. If a resumed run repeated a step, the step's last spikes are
+    used."""
     found = {(point.global_step, point.metric): point for point in map(_spike, events)}
     return tuple(p for p in found.values() if math.isfinite(p.value) and math.isfinite(p.usual))
 
@@ -350,7 +350,7 @@ def _scenes(file: Path, config: Mapping[str, object]) -> tuple[tuple[Scene, ...]
 
 def _groups(path: Path) -> tuple[tuple[GroupStep, ...], str]:
     """Return the rewards and groups in order of steps, and a sentence about damaged lines, or "". If a resumed run
-    repeated a step, the step's last line counts."""
+    repeated a step, the step's last line is used."""
     lines, damaged = _read_jsonl(path)
     found = {step.global_step: step for step in map(_group_step, lines) if step is not None}
     unread = sum(_group_step(line) is None for line in lines)

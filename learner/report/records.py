@@ -92,7 +92,8 @@ class SyncPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataCounts:
-    """How many samples a run read. `bad_records`: split -> kind of mistake -> action (drop or clip) -> number."""
+    """The numbers of samples that a run read. `bad_records`: split -> kind of mistake -> action (drop or clip) ->
+    number."""
 
     num_train: int
     num_evaluation: int
@@ -125,10 +126,10 @@ class Status:
     """The progress of a run."""
 
     total_steps: int  # 0: not known
-    ended: str  # `finished`, `stopped` or `failed`; empty while the run goes on, or if its process was killed
-    because: str  # why it ended; may be empty
+    ended: str  # `finished`, `stopped` or `failed`; empty while the run continues, or if its process was killed
+    because: str  # reason of the end; may be empty
     seconds_per_step: float  # mean over the last steps, evaluations between them included; NaN: not known
-    time_up_s: float  # Unix time at which `training.max_minutes` end the run; NaN: its last step ends it first
+    time_up_s: float  # Unix time at which `training.max_minutes` end the run; NaN: the run ends by its last step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

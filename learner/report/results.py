@@ -28,7 +28,7 @@ from learner.report.scores import (
 )
 
 MAX_CLASSES, MAX_NAMES, MAX_NAME = 30, 12, 32  # max classes in the table, names in the matrix, letters of a name
-SHOWN = (  # metrics in the table beside the charts
+SHOWN = (  # metrics in the table next to the charts
     "f1@0.5",
     "f1@miou",
     "precision@0.5",
@@ -328,7 +328,7 @@ def iou_charts(runs: Sequence[Progress]) -> list[Chart]:
         chart("Recall by IoU threshold", lambda counts: counts.recall, "Share of objects that are found then."),
         chart("F1 by IoU threshold", lambda counts: counts.f1, "Its mean is f1@miou."),
     ]
-    # `value`, shown beside the title, would be the number at the last threshold, which tells nothing about the curve.
+    # `value`, shown beside the title, would be the number at the last threshold, which says nothing about the curve.
     return [replace(chart, value="") for chart in drawn if chart]
 
 
@@ -369,7 +369,7 @@ class ConfusionMatrix:
 
     source: str
     columns: Sequence[str]
-    rows: Sequence[tuple[str, int, Sequence[tuple[int, str]]]]  # (name, sum of the counts, (count, kind) per column)
+    rows: Sequence[tuple[str, int, Sequence[tuple[int, str]]]]  # (name, sum, for each column (count, kind of the cell))
 
 
 def confusion_matrix(progress: Progress) -> ConfusionMatrix | None:
@@ -402,7 +402,7 @@ def matrix_of(scenes: Sequence[Scene], source: str) -> ConfusionMatrix | None:
 
 
 def _kind(truth: str | None, said: str | None, rare: str | None) -> str:
-    """Return the kind of a cell of the confusion matrix: `right`, `wrong` or empty."""
+    """Return the kind of a confusion matrix's cell, which decides its color: `right`, `wrong` or empty."""
     if truth == said:
         # Rare names share one row and one column, so such a cell may be right or wrong.
         return "" if truth in (None, rare) else "right"

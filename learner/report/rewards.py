@@ -25,8 +25,8 @@ BEGIN, END = ("first quarter", "before"), ("last quarter", "after")  # (name, co
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerPanel:
-    """One answer of a group, as the page shows it. `counts`: short texts on what it found. `shapes`: the objects to
-    draw, as (color, tooltip, object)."""
+    """One answer of a group, as the page shows it. `counts`: short texts with its numbers of right and wrong objects.
+    `shapes`: the objects to draw, as (color, tooltip, object)."""
 
     scored: ScoredScene
     counts: Sequence[str]
@@ -66,8 +66,8 @@ def reward_section(run: RunRecord, *, heading: str) -> RewardSection | None:
 
 
 def _curve(run: RunRecord) -> Chart | None:
-    """Return the chart of the mean reward by step, over all ranks. The band around the line shows how much the rewards
-    of rank 0's rollouts differ."""
+    """Return the chart of the mean reward by step, over all ranks. The band around the line is the spread of the
+    rewards of rank 0's rollouts."""
     spread = {float(step.global_step): statistics.pstdev(step.rewards) for step in run.groups}
     sampled = [(float(s.global_step), s.metrics["reward"]) for s in run.steps if "reward" in s.metrics]
     greedy = [(float(e.global_step), e.metrics["reward"]) for e in run.evals if "reward" in e.metrics]
@@ -113,8 +113,8 @@ def _histogram(groups: Sequence[GroupStep]) -> Chart | None:
 
 
 def _shares(rewards: Sequence[float], low: float, width: float) -> list[float]:
-    """Return the share of the rewards in each of NUM_BINS bins, which begin at `low` and are `width` wide. A reward at
-    the upper edge of the last bin is in that bin."""
+    """Return the fraction of the rewards in each of NUM_BINS bins, which begin at `low` and are `width` wide. A reward
+    at the upper edge of the last bin is in that bin."""
     counts = [0] * NUM_BINS
     for reward in rewards:
         counts[min(NUM_BINS - 1, int((reward - low) / width))] += 1

@@ -1,8 +1,8 @@
 """Makes the report's gallery of scenes: images with labels and predictions drawn over them.
 
 In: evaluations of the same scenes. Out: a `Gallery` for `templates/scenes.html`, with a scene's evaluations side by
-side. The gallery shows the scenes whose F1 changed most, the worst, the best, a few random ones, and some of every
-frequent class. Each scene is on the page once; filters show a part of the scenes.
+side. The gallery shows the scenes whose F1 changed most, the scenes with the lowest and the highest F1, a few random
+scenes, and some of every frequent class. Each scene is on the page once; filters show a part of the scenes.
 
 Images are read as in training (D13): upright by their EXIF orientation. Images are in the page as data URIs: small
 images as PNG, which browsers enlarge without smoothing, others as JPEG of at most MAX_SIDE pixels. Every image is
@@ -57,7 +57,7 @@ LEGEND = {
     "ignored": "prediction in an ignore region, not counted",
 }
 _OF_SCENES = ("truth", "missed", "hit", "class", "spurious", "region", "ignored")
-_OF_REGIONS = ("region", "ignored")  # these are in the legend only if a scene has ignore regions
+_OF_REGIONS = ("region", "ignored")  # entries of the legend that are shown only if a scene has ignore regions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,7 @@ class Panel:
     name: str  # name of the evaluation
     scene: Scene
     f1: float  # F1 of this scene
-    counts: Sequence[str]  # short texts on what was found
+    counts: Sequence[str]  # short texts with numbers of right and wrong objects
     shapes: Sequence[tuple[str, str, DetectionObject]]
 
 
@@ -182,7 +182,7 @@ def _lead(runs: Sequence[Progress], before: Mapping[str, Scene], after: Mapping[
 
 def choose_scenes(before: Mapping[str, Scene], after: Mapping[str, Scene] | None) -> dict[str, tuple[str, list[str]]]:
     """Return the filters, as ident -> (name, ids of scenes in the order to show). `worst` and `best` are chosen by F1
-    of the last evaluation, `changed` by the change of F1 (rise or fall). `random` is drawn with a fixed seed."""
+    of the last evaluation, `changed` by the change of F1 (rise or fall). `random` is sampled with a fixed seed."""
     shown = before if after is None else {key: after[key] for key in before if key in after}
     f1 = {key: classify(scene).f1 for key, scene in shown.items()}
     size = {key: len(scene.truth) for key, scene in shown.items()}
@@ -257,8 +257,8 @@ def _panel(name: str, scene: Scene) -> Panel:
 def shapes_of_scene(
     scene: Scene, advantages: Sequence[float] = ()
 ) -> tuple[list[str], list[tuple[str, str, DetectionObject]]]:
-    """Return short texts on what was found, and the scene's objects to draw, as (color, tooltip, object). `advantages`:
-    one per prediction, shown in its tooltip; empty: none are shown."""
+    """Return short texts with the numbers of right and wrong objects, and the scene's objects to draw, as (color,
+    tooltip, object). `advantages`: one per prediction, shown in its tooltip; empty: none are shown."""
     result = classify(scene)
     found, wrong, false = (result.outcomes.count(o) for o in ("correct", "wrong_class", "false_positive"))
     ignored = result.outcomes.count("ignored")
@@ -285,8 +285,8 @@ def _shape(color: str, item: DetectionObject, detail: str = "") -> tuple[str, st
 
 def place_tags(shapes: Sequence[tuple[str, str, DetectionObject]], height: float) -> list[Tag]:
     """Return the tags (class names) to write over a drawing of DRAWING x `height` units. No tag covers another: each is
-    put at the first free place around its object, beginning with wrong predictions and missed objects. Without a free
-    place an object has no tag, only a tooltip."""
+    put at the first free position around its object, beginning with wrong predictions and missed objects. Without a
+    free position an object has no tag, only a tooltip."""
     # `order` leaves out labels that were found, because their predictions have a tag already.
     order = ("class", "spurious", "missed", "label", "hit", "kept", "ignored")
     tags: list[Tag] = []
@@ -301,8 +301,8 @@ def place_tags(shapes: Sequence[tuple[str, str, DetectionObject]], height: float
 
 
 def _places(item: DetectionObject, height: float, width: float, *, below_first: bool) -> Iterator[tuple[float, float]]:
-    """Yield places for an object's tag, as the tag's left upper corner: above and below the object, inside its upper
-    and lower edge, beside the object. `below_first`: the place below comes before the place above."""
+    """Yield positions for an object's tag, as the tag's left upper corner: above and below the object, inside its upper
+    and lower edge, next to the object. `below_first`: the position below comes before the position above."""
     xs, ys = item.bins[::2], item.bins[1::2]
     left, right = min(xs) * DRAWING / 999, max(xs) * DRAWING / 999
     top, bottom = min(ys) * height / 999, max(ys) * height / 999
@@ -345,7 +345,7 @@ def _opened(image: str, roots: Sequence[Path]) -> Image.Image | None:
         try:
             return images.load(images.resolve(image, root))
         except MediaError:
-            # The image may be in the next folder. If it is in none, the page says so.
+            # The image may be in the next folder. If it is in no folder, the page says so.
             continue
     return None
 

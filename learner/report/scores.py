@@ -65,7 +65,7 @@ class SceneOutcome:
         return 2 * len(self.found) / total if total else 1.0
 
 
-@lru_cache(maxsize=100_000)  # several sections of a page ask about the same scene
+@lru_cache(maxsize=100_000)  # several sections of a page classify the same scene
 def classify(scene: Scene) -> SceneOutcome:
     """Return the outcome of each prediction of a scene: correct, ignored, wrong class or false positive."""
     overlaps = Overlaps.of(scene.predictions, scene.truth, scene.ignored)
@@ -112,7 +112,7 @@ class DetectionCounts:
 
 def counts_by_class(scenes: Sequence[Scene]) -> dict[str, DetectionCounts]:
     """Return the counts at IoU 0.5 by class (description), the class with most objects first. The counts of all classes
-    add up to those of all scenes."""
+    add up to the counts of all scenes."""
     truth = Counter(item.desc for scene in scenes for item in scene.truth)
     said = Counter(item.desc for scene in scenes for item, _ in _judged(scene))
     correct = Counter(scene.truth[t].desc for scene in scenes for t in classify(scene).found)
@@ -124,8 +124,8 @@ def counts_by_iou(scenes: Sequence[Scene]) -> dict[float, DetectionCounts]:
     """Return the counts at each IoU threshold of the evaluation. Predictions are paired with objects for each threshold
     separately.
 
-    Precision and recall at these thresholds are no precision-recall curve over scores: all boxes of an answer count,
-    whatever their scores. These curves say how well boxes fit.
+    Precision and recall at these thresholds do not form a precision-recall curve over scores: all boxes of an answer
+    count, with any score. They show how well boxes fit.
     """
     correct, said = dict.fromkeys(THRESHOLDS, 0), dict.fromkeys(THRESHOLDS, 0)
     for scene in scenes:
@@ -175,8 +175,8 @@ def f1_estimate(scenes: Sequence[Scene]) -> F1Estimate:
 
 
 def f1_gain(before: Sequence[Scene], after: Sequence[Scene]) -> F1Estimate | None:
-    """Return F1@0.5 of `after` minus F1@0.5 of `before`, over the scenes that both have. For the interval, the same
-    scenes are drawn from both. None if `before` and `after` have no scene in common."""
+    """Return F1@0.5 of `after` minus F1@0.5 of `before`, over the scenes that both have. For the interval, both use the
+    same resampled scenes. None if `before` and `after` have no scene in common."""
     earlier = {scene.scene_id: scene for scene in before}
     common = [scene for scene in after if scene.scene_id in earlier]
     if not common:
@@ -210,12 +210,13 @@ class Progress:
     run: RunRecord
     color: str  # name of the run's color in charts
     before: EvalPoint | None  # the first evaluation
-    after: EvalPoint | None  # the last evaluation; None: there is only one
+    after: EvalPoint | None  # the last evaluation; None: there is only one evaluation
     f1_before: F1Estimate | None
     f1_after: F1Estimate | None
     gain: F1Estimate | None  # F1@0.5 of `after` minus F1@0.5 of `before`, on the same scenes
     curve: tuple[tuple[EvalPoint, F1Estimate], ...]  # every evaluation with F1@0.5, by step.
-    # True: `before` is the main run's first evaluation, because this run began from the same model and has none.
+    # True: `before` is the main run's first evaluation, because this run began from the same model and has no first
+    # evaluation of its own.
     borrowed: bool
 
 

@@ -1,7 +1,7 @@
 """Lays out several images of a scene on one sheet, in rows of equal cells, so that the report draws one picture.
 
-In: the images' sizes in pixels. Out: the sheet's size, where each image is on it, and objects in bins of the sheet
-(coordinates 0 to 999 over its width and height).
+In: the images' sizes in pixels. Out: the sheet's size, the position of each image on the sheet, and objects in bins of
+the sheet (coordinates 0 to 999 over its width and height).
 """
 
 from __future__ import annotations

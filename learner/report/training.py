@@ -40,7 +40,7 @@ from learner.report.scenes import Picture, image_roots, load_picture, shapes_of_
 PHASE_COLORS = {"rollout": "rollout", "learn": "learn", "sync": "sync", "wait": "before", "out": "other"} | {
     name: name for name in ("data", "target", "pack", "labels", "eval")
 }  # name of an activity -> name of its color; other activities have the color "rest"
-SMALLEST_SHARE = 0.01  # a phase with less than this share of the step time is drawn as a part of `other`
+SMALLEST_SHARE = 0.01  # a phase with less than this fraction of the step time is drawn as a part of `other`
 MAX_CHARTS = 24  # max visible charts of metrics for which no chart is defined here; the others are shown on a click
 STAGE2, AHEAD = "stage2_ab/", "stage2_ab/async/"
 NamedLine = tuple[str, str, str]  # a line's name, the metric that it shows, its color
@@ -135,10 +135,10 @@ def _lines(run: RunRecord, title: str, *lines: NamedLine, unit: str = "", y_max:
 
 
 def _sync_lines(run: RunRecord, title: str, *lines: NamedLine, unit: str = "") -> Chart | None:
-    """Return a chart of metrics of syncs over the weights' version `ver`. If `ver` did not always rise, it is over the
-    syncs' numbers 1, 2, ... instead."""
+    """Return a chart of metrics of syncs over the weights' version `ver`. If `ver` did not always rise, the x axis has
+    the syncs' numbers 1, 2, ... instead."""
     versions = [sync.receipt.ver for sync in run.syncs]
-    # A resumed run goes on from the version in its checkpoint, so versions may fall.
+    # A resumed run continues from the version in its checkpoint, so versions may fall.
     rising = all(a < b for a, b in itertools.pairwise(versions))
     xs = versions if rising else range(1, len(versions) + 1)
     series = [
@@ -204,8 +204,8 @@ def _times(run: RunRecord) -> Chart | None:
 
 
 def _stage2(run: RunRecord) -> dict[str, Chart | None]:
-    """Return the charts of `stage2_ab_training` by name: how many steps learned rollouts, and how long rollouts took
-    that were made ahead of learning (R25 R27). {} for another trainer variant. If the asynchronous actor-learner ran,
+    """Return the charts of `stage2_ab_training` by name: the number of steps that learned rollouts, and the duration of
+    rollouts made ahead of learning (R25 R27). {} for another trainer variant. If the asynchronous actor-learner ran,
     there are charts of its queue too."""
     measured = {key for step in run.steps for key in step.metrics}
     if f"{STAGE2}executed_b_share" not in measured:
@@ -340,8 +340,8 @@ def timeline(steps: Sequence[StepTimeline]) -> TimelineDrawing | None:
 
 def typical(steps: Sequence[StepTimeline]) -> int | None:
     """Return the index of a step of median length, among the steps with rollouts if there are any; None without steps.
-    The first step is left out. Steps with an evaluation or a completion of labels are left out too. A rule by which no
-    step would be left is not applied."""
+    The first step is left out. Steps with an evaluation or a completion of labels are left out too. If one of these
+    rules would leave no step, it is not applied."""
     usable = [i for i, step in enumerate(steps) if step.activities and step.end_s > step.begin_s]
     # The first step is left out, because the run warms up in it.
     usable = usable[1:] or usable

@@ -105,7 +105,7 @@ class _Behind:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         first, slash, _ = str(scope["path"])[1:].partition("/")
-        # Equal time for every wrong path says nothing about the right one.
+        # The comparison takes equally long for every wrong path, so its time says nothing about the right path.
         if not (slash and secrets.compare_digest(f"/{first}".encode(), self.path.encode())):
             await Response("Not Found", 404, dict(HEADERS))(scope, receive, send)
             return
@@ -119,7 +119,7 @@ class _Guard:
         self.app, self.body_bytes = app, body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Other types are no requests, but the start and the end of the application.
+        # Other scope types are not requests, but the start and the end of the application.
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

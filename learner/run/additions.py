@@ -2,12 +2,11 @@
 
 In: the annotations of a split, as `data` names them, and new objects in pixels, by sample id. Out: a new file (COCO,
 JSONL), a new folder of XML files (Pascal VOC), or a new folder with `data.yaml`, labels and links to the images (YOLO).
-From the copy, the format's reader reads the same samples, ids and images as before, and the new objects too. The copy
-may be in any folder. Other formats and user's readers are refused. Old files are not changed.
+The format's reader gets from the copy the same samples, ids and images as before, with the new objects. The copy may be
+in any folder. Other formats and user's readers are refused. Old files are not changed.
 
 The copy says where a new object comes from, in the fields `origin`, `votes` and `answers`: `votes` of the model's
-`answers` answers have the object. An object that a person added has only `origin`. YOLO files have no place for these
-fields.
+`answers` answers have the object. An object that a person added has only `origin`. YOLO files cannot have these fields.
 
 `RunAnnotations` writes the annotations of a run with completed labels, again after each completion. An old file is
 replaced only if its digest is in `labels/written.json` in the run directory. Such a file was written by the run, and
@@ -63,7 +62,8 @@ class Addition(NamedTuple):
 
 
 def addition_of(obj: DetectionObject, sample: Sample) -> Addition:
-    """Return the object with coordinates in pixels of its image. Reading the pixels gives the object's bins again."""
+    """Return the object with coordinates in pixels of its image. When the pixels are read, the result has the object's
+    bins again."""
     sides = sample.size_of(obj.image)
     points = tuple(round(value * sides[i % 2] / _LAST_BIN, _DIGITS) for i, value in enumerate(obj.bins))
     xs, ys = points[0::2], points[1::2]
@@ -273,7 +273,7 @@ def _yolo(source: Source, sides: Mapping[str, tuple[int, int]], added: Added, fo
 
 
 def _yolo_numbers(one: Addition, sides: tuple[int, int], num_keypoint_values: int | None) -> str:
-    """Return the numbers of an object's line (without its class), as shares of the image's width and height `sides`.
+    """Return the numbers of an object's line (without its class), as fractions of the image's width and height `sides`.
     The keypoints of a new object are not known, so they are zeros."""
     if one.outline:
         return " ".join(f"{value / sides[i % 2]:.6f}" for i, value in enumerate(one.outline))

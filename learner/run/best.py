@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What follows from one evaluation. `is_best`: the evaluation is better than all earlier evaluations. `gives_up`:
+    """The consequences of one evaluation. `is_best`: the evaluation is better than all earlier evaluations. `gives_up`:
     the run should stop early, because none of the last `patience` evaluations was better than the best one before
     them."""
 
@@ -77,8 +77,8 @@ class BestEvaluation:
         return sum(step > self.best_step for step in self.values) >= self.patience
 
     def add(self, step: int, metrics: Mapping[str, float]) -> Verdict:
-        """Record one evaluation, and return what follows from it. Collective. Raises ConfigError if `metrics` lacks the
-        metric to compare."""
+        """Record one evaluation, and return the verdict. Collective. Raises ConfigError if `metrics` lacks the metric
+        to compare."""
         if self.metric is None:
             return Verdict()
         if not self.values and self.estimated is not None and self.estimated in metrics:
@@ -91,7 +91,7 @@ class BestEvaluation:
                 remedy="name one of these, or set training.keep_best: null",
             )
         value = float(metrics[self.metric])
-        # Comparisons with NaN are false, so a NaN could stay the best for ever.
+        # Comparisons with NaN are false, so a NaN would always stay the best value.
         self.values[step] = value if math.isfinite(value) else -math.inf
         verdict = self.ranks.broadcast_object(Verdict(is_best=self.best_step == step, gives_up=self.gives_up))
         self._write()
@@ -115,7 +115,7 @@ class BestEvaluation:
                 if stored["metric"] in (self.metric, self.estimated):
                     self.metric = stored["metric"]
                     found = {int(at): float(value) for at, value in stored["values"].items()}
-            except FileNotFoundError:  # there was no evaluation yet
+            except FileNotFoundError:  # the run had no evaluation yet
                 pass
             except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 log.warning("%s cannot be read, so evaluations are compared from here on: %s", BEST_FILE, error)

@@ -1,8 +1,8 @@
 """Calls the user's callbacks (`training.callbacks`) on rank 0, and gives every rank the outcome.
 
 In: the end of a step, of an evaluation, of a save. Out: whether the run shall end (`Callbacks.ended_by`). The other
-ranks wait for rank 0's calls. So a failed callback ends the run on all ranks at the same place, where a checkpoint can
-be written. After a failure no callback is called again.
+ranks wait for rank 0's calls. So a failed callback ends the run on all ranks at the same point, at which a checkpoint
+can be written. After a failure no callback is called again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Callbacks:
         self._config, self._ranks, self._parts = config, ranks, callback_classes(config)
         self._made: list[tuple[str, Callback]] = []
         self._has_failed = False
-        self.ended_by = ""  # path of the callback that asked for the end of the run; "": none did
+        self.ended_by = ""  # path of the callback that asked for the end of the run; "": no callback
 
     def make(self) -> None:
         """Make the callback objects, before the first step. Collective. Raises CallbackError on every rank."""
@@ -63,7 +63,7 @@ class Callbacks:
 
 def _outcome(hook: str, calls: list[tuple[str, Callable[[], bool | None]]]) -> tuple[str, CallbackError | None]:
     """Make the calls, in order, until one fails. Return the path of the first callback that asks for the end of the run
-    ("": none), and the error of the failed one (None: none failed)."""
+    ("": none), and the error of the failed call (None: no call failed)."""
     ended_by = ""
     for path, call in calls:
         try:

@@ -9,7 +9,7 @@
         trainer_state.json                          `TrainerState`
         manifest.json                               size and SHA-256 of every file above; written last
 
-In checkpoints of earlier versions the training state is beside the weights, and is found there.
+In checkpoints of earlier versions the training state is next to the weights, and is read from there.
 
 Invariants: a folder called checkpoint-STEP is complete, because it gets this name only after all its files are on disk.
 The newest checkpoint is never removed with old ones. Rank 0 writes while the other ranks wait, and if it fails, all
@@ -61,11 +61,11 @@ Generators = list[dict[str, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """What a resumed run needs besides weights, moments and random generators."""
+    """The state that a resumed run needs in addition to weights, moments and random generators."""
 
     global_step: int = 0  # number of optimizer steps done
     ver: int = 0  # number of weight syncs done
-    cursor: Mapping[str, object] = field(default_factory=dict)  # JSON: where in the data the next sample is
+    cursor: Mapping[str, object] = field(default_factory=dict)  # position in the data, as JSON
 
     def after_step(self) -> TrainerState:
         return replace(self, global_step=self.global_step + 1)
@@ -118,7 +118,7 @@ class CheckpointStore:
     save_total_limit: int | None = None  # max checkpoints to keep in addition to the best one; None: all
     config_digest: str = ""  # digest of the configuration; a resumed run warns if it has changed
     notes: Mapping[str, str] = field(default_factory=dict)  # further files of each checkpoint: file name -> text
-    held_off: Callable[[], AbstractContextManager[None]] = nullcontext  # makes a `with` block that no stop interrupts
+    held_off: Callable[[], AbstractContextManager[None]] = nullcontext  # makes a block that no stop interrupts
 
     def save(
         self, policy: Policy, optimizer: Optimizer, state: TrainerState, generators: Generators | None = None
@@ -263,7 +263,7 @@ class CheckpointStore:
                 self._remove(path)
             work.rename(path)
         except BaseException:
-            # The disk may be full, so the folder's space is freed.
+            # The disk may be full, so the unfinished folder is removed.
             shutil.rmtree(work, ignore_errors=True)
             raise
         # The rename is on disk only after the parent folder has been written there.
@@ -293,7 +293,7 @@ class CheckpointStore:
 
     def _remove(self, path: Path) -> None:
         doomed = self.root / f"{_UNFINISHED}removed-{path.name}"
-        # A folder that is half removed must not have the name of a checkpoint.
+        # The folder is renamed first, so that a half-removed folder does not have a checkpoint's name.
         path.rename(doomed)
         shutil.rmtree(doomed)
 
@@ -348,7 +348,7 @@ def _read_state(path: Path) -> tuple[TrainerState, str]:
 
 
 def _place(path: Path, name: str) -> str:
-    """Return the path of the training state's file `name` within the checkpoint: `name` itself, or a place beside the
+    """Return the path of the training state's file `name` within the checkpoint: `name` itself, or a path next to the
     weights if an earlier version wrote the checkpoint."""
     beside = Path(name).name
     return beside if (path / beside).is_file() else name

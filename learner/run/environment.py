@@ -4,9 +4,9 @@
 before the first step.
 
 `gloo_interface` returns the network interface through which this node reaches torchrun's MASTER_ADDR, for
-GLOO_SOCKET_IFNAME. By default torch takes the address of the machine's name, and many systems map this name to the
-loopback address. Ranks on other nodes then cannot connect, and wait until their deadline. NCCL chooses its interface
-itself and avoids the loopback.
+GLOO_SOCKET_IFNAME. By default torch uses the address of the machine's host name, which is the loopback address on many
+systems. Ranks on other nodes then cannot connect, and wait until their deadline. NCCL chooses its interface itself and
+avoids the loopback.
 
 `keep_compiled` sets the folders in which torch and Triton keep compiled code. A run's first step compiles for minutes.
 With the folder of an earlier run, it takes a fifth of this time.
@@ -15,7 +15,7 @@ With the folder of an earlier run, it takes a fifth of this time.
 settings of the user, which cannot work here: an engine in a process of its own, and torchrun's store if there is one
 rank.
 
-`shorten_turns` shortens the time for which a thread may keep the interpreter's lock while another thread waits for it.
+`shorten_turns` shortens the time that a thread may keep the interpreter's lock while another thread waits for it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def keep_compiled(environment: MutableMapping[str, str]) -> None:
     # folder.
     if not environment.get(COMPILED_VARIABLE):
         environment[COMPILED_VARIABLE] = str(cache_folder(environment, "rollout-learner"))
-    # torch sets Triton's folder only when it compiles. A second run compiles nothing, and would look for Triton's
-    # kernels elsewhere.
+    # torch sets Triton's folder only when it compiles. A second run compiles nothing, so without this line it would
+    # look for Triton's kernels in another folder.
     environment.setdefault(TRITON_VARIABLE, str(Path(environment[COMPILED_VARIABLE]) / "triton"))
 
 

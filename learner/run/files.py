@@ -51,7 +51,8 @@ def why_unwritable(folder: Path) -> str | None:
     if not os.access(there, os.W_OK | os.X_OK):
         return f"{there}, which cannot be written"
     try:
-        # A file is made to find out: root may write anywhere, but file systems such as /proc take no new file.
+        # The only reliable test is to make a file: root may write anywhere, but file systems such as /proc refuse new
+        # files.
         with tempfile.TemporaryFile(dir=there):
             return None
     except OSError as error:
@@ -71,7 +72,7 @@ def require_writable(folder: Path) -> None:
 
 
 class AppendedLines:
-    """A text file to which whole lines are appended. Each line is handed to the operating system at once.
+    """A text file to which whole lines are appended. Each line is passed to the operating system at once.
 
     If somebody removes the file or its folder, the next line begins a new file, and `tell` gets a warning.
     """
@@ -87,7 +88,8 @@ class AppendedLines:
                 self._file.write(b"\n")
 
     def append(self, line: str) -> None:
-        """Append `line` and a line end. Raises OutputError if the write fails; then no part of the line is left."""
+        """Append `line` and a line end. Raises OutputError if the write fails; the file then has no part of the
+        line."""
         with writing(self._path):
             if not os.fstat(self._file.fileno()).st_nlink:
                 self._begin_again()

@@ -41,7 +41,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """Hold the folder's lock inside the block. Raises ConfigError if another process holds it, or if the lock file is a
-    link or has other hard links, OSError if the lock file cannot be written."""
+    link or has other hard links. Raises OSError if the lock file cannot be written."""
     run_dir.mkdir(parents=True, exist_ok=True)
     handle = _open(run_dir / LOCK, os.O_CREAT)
     _held.add(handle)
@@ -54,12 +54,13 @@ def locked(run_dir: Path) -> Iterator[None]:
                 wanted="a folder that no other run uses",
                 remedy="wait for its end, or name another folder",
             )
-        # The text is only for the error of a run that finds the folder locked. The kernel holds the lock itself.
+        # The text is used only in the error of another run that finds the folder locked. The lock itself is in the
+        # kernel.
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         yield
     finally:
-        # A forked process has closed the handle, and must not close another file of that number.
+        # A forked process has already closed the handle, and must not close another file that has got its number.
         if handle in _held:
             _held.remove(handle)
             with suppress(OSError):

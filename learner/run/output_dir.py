@@ -31,7 +31,7 @@ RESUME_KEY = "training.resume_from_checkpoint"
 LABELS = "labels"  # folder of completed labels, in the run directory
 GAPS = "eval/gaps.json"  # file in which the first evaluation notes whether labels are missing (gaps)
 
-# This file says which run has claimed the folder. JOB has one line for each node's torchrun process, as
+# The file JOB says which run has claimed the folder. It has one line for each node's torchrun process, as
 # `torchrun_agent` returns it, or one line for a scheduler's job.
 JOB = ".torchrun_job"
 # These are the files that a learner and its report write into a run directory.
@@ -87,8 +87,8 @@ def torchrun_agent(environment: Mapping[str, str]) -> str | None:
     run_id = environment.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return None
-    # The run id alone is no name: `--rdzv-id` may give the same id to every run. torchrun's restart count stays 0 if a
-    # rank of another node failed.
+    # The run id alone is not unique: `--rdzv-id` may give the same id to every run. torchrun's restart count stays 0 if
+    # a rank of another node failed.
     pid, boot_id = os.getppid(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     # The process's name stands in parentheses, and may contain spaces and parentheses itself.
     ticks = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
@@ -116,8 +116,8 @@ def claim_output_dir(
     must use. No other run can take the folder until `stack` is closed.
 
     `agent`: the name of this rank's torchrun (`torchrun_agent`). If a rank's torchrun has taken the folder before, it
-    has restarted its ranks after a failure. Then the run goes on from its newest checkpoint, or from the beginning if
-    it has none. `goes_on`: the run goes on in this way in any case.
+    has restarted its ranks after a failure. Then the run continues from its newest checkpoint, or from the beginning if
+    it has none. `goes_on`: True if the run continues in this way in any case.
     """
     run_dir = Path(config.training.output_dir)
     agents = set(ranks.all_gather_object(agent)) if agent is not None else set()
@@ -163,7 +163,8 @@ def _restarted(config: RunConfig) -> RunConfig:
 
 
 def is_same_job(config: RunConfig, environment: Mapping[str, str]) -> bool:
-    """Return True if an earlier start of the same scheduler's job has taken the folder, so that its run will go on."""
+    """Return True if an earlier start of the same scheduler's job has taken the folder, so that its run will
+    continue."""
     job = job_of(environment)
     return job is not None and _claimed_by({job}, Path(config.training.output_dir))
 

@@ -1,7 +1,7 @@
 """Ends a run early, with a checkpoint: at Ctrl-C, SIGTERM or a closed terminal, or when its time is over.
 
 In: signals. Out: `Stopped`, raised in the main thread. The first signal only records a request. The trainer calls
-`StopRequest.check` at each step. `check` is collective, so all ranks raise `Stopped` at the same place. If no check
+`StopRequest.check` at each step. `check` is collective, so all ranks raise `Stopped` at the same point. If no check
 comes within half of `timeout_s` (during a long wait for rollouts), `Stopped` interrupts the main thread, but never
 while a checkpoint is written. After the whole `timeout_s`, or at a second Ctrl-C, the process ends at once.
 
@@ -23,13 +23,13 @@ from learner.policy.parallel import Ranks
 from shared.processes import leave_lost_output, stop_signals
 
 _STDERR = 2
-_LEAVE_S = 0.1  # seconds to wait after a signal: a `tee` that reads the output gets the same signal, and ends first
-_AGAIN_S = 0.2  # while a checkpoint is written, an interruption is tried again after so many seconds
+_LEAVE_S = 0.1  # seconds to wait after a signal, so that a `tee` of the output, which gets it too, ends first
+_AGAIN_S = 0.2  # seconds between two tries to interrupt, while a checkpoint is written
 
 
 class Stopped(BaseException):
-    """The run was asked to stop. A stop is no error, so the class is a BaseException, as KeyboardInterrupt is: `except
-    Exception` does not catch it. `agreed`: all ranks raise it at the same place."""
+    """The run was asked to stop. A stop is no error, so the class is a BaseException like KeyboardInterrupt: `except
+    Exception` does not catch it. `agreed`: all ranks raise it at the same point."""
 
     def __init__(self, signum: int, *, agreed: bool) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -89,12 +89,12 @@ class StopRequest:
 
     def __init__(self, ranks: Ranks, *, timeout_s: float) -> None:
         self._ranks, self._timeout_s = ranks, timeout_s
-        self._signum = 0  # the signal that asked to stop; 0: no signal came
+        self._signum = 0  # number of the signal that requested the stop; 0: no signal
         self._last_call: threading.Timer | None = None
         self._is_held_off = False
 
     def check(self) -> None:
-        """Raises Stopped on every rank if one of them has got a signal. Collective."""
+        """Raises Stopped on every rank if a rank has got a signal. Collective."""
         signum = int(self._ranks.all_reduce_max(self._signum))
         if signum:
             # The timer that would interrupt this rank is switched off, because all ranks stop here together.
@@ -186,5 +186,6 @@ def _say(text: str) -> None:
 
 def _end(signum: int, why: str) -> None:
     _say(why)
-    # `sys.exit` would not do: this may run in a thread while the main thread is in a call that does not return.
+    # `sys.exit` would not work here: this may run in another thread, while the main thread is in a call that does not
+    # return.
     os._exit(128 + signum)

@@ -21,9 +21,9 @@ from shared.processes import children, describe, exit_code, without_working_dire
 
 # Seconds from torchrun's SIGTERM to its SIGKILL of the ranks, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set. The number
 # is above `training.stop_timeout_s`, so that a checkpoint can be written. It is below the timeout of `deploy.launch`,
-# which kills torchrun: the ranks would live on.
+# which then kills torchrun: otherwise the ranks would outlive torchrun.
 SHUTDOWN_TIMEOUT_S = 28
-_KILL_TIMEOUT_S = 5.0  # seconds that a killed rank may take to end: a process in a driver's call ends late or never
+_KILL_TIMEOUT_S = 5.0  # seconds that a killed rank may take to end: a process inside a driver call ends late or never
 
 
 def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> int:
@@ -31,7 +31,7 @@ def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> i
     thread can call this. `max_restarts`: how often torchrun starts all ranks again after one has failed."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
     if max_restarts:
-        # Each restart gets a new store. In the old store the ranks would find the addresses of ranks that have ended.
+        # Each restart gets a new store. In the old store the new ranks would find addresses of ended ranks.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if command[:1] == ["-m"]:
         os.environ |= without_working_directory(os.environ)
@@ -60,10 +60,10 @@ def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> i
 
 
 def _end_ranks(signum: signal.Signals, others: Collection[int]) -> None:
-    """Send `signum` to the ranks that torchrun has left running, and SIGKILL to those that it does not end in time.
+    """Send `signum` to the ranks that torchrun has left running, and SIGKILL to the ranks that do not end in time.
     `others`: children of this process that are no ranks."""
-    # torchrun ends the ranks that it knows. It knows none before all have been started, so a signal between two starts
-    # leaves the first rank running. A third signal also ends its waits for ranks that save a checkpoint.
+    # torchrun ends the ranks that it knows. It knows no rank before all have been started, so a signal between two
+    # starts leaves the first rank running. A third signal also ends torchrun's wait for ranks that save a checkpoint.
     for handled in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(handled, signal.SIG_IGN)
     # A descriptor always means the same process, while a process id may be reused. It is readable when the rank ends.

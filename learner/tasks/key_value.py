@@ -6,19 +6,19 @@
 in the order of the training loop:
 
 1. `read_fields` reads JSONL like the project's own rows, with `fields` instead of `objects`.
-2. `parse`: strict, no repair. A pair is *valid* if key and value are JSON strings with text, and the key is new.
-   Other pairs are dropped with a reason, and reading goes on after them. Reading stops at text that cannot be read as a
+2. `parse`: strict, no repair. A pair is *valid* if key and value are JSON strings with text, and the key is new. Other
+   pairs are dropped with a reason, and reading continues after them. Reading stops at text that cannot be read as a
    pair.
 3. `match`: by key. A pair is *right* if the document has the key with exactly this value, *wrong* if the document has
    another value, and *extra* if the document does not have the key.
 4. `target`: the answer's right pairs up to the first entry that is not right, then every missing pair in the document's
-   order, the closing brace and EOS. The model's own tokens have weight 0, all others weight 1. So no wrong pair stands
-   before the tokens that are taught. If all pairs are right, only the end is taught.
+   order, the closing brace and EOS. The model's own tokens have weight 0, all others weight 1. So no wrong pair comes
+   before the learned tokens. If all pairs are right, only the end is learned.
 5. `evaluate`: F1 over pairs.
 
     f1, precision, recall     over pairs: precision = right / valid, recall = right / the document's
-    key_recall                share of the document's keys that were answered, with any value
-    exact_match               share of answers with all pairs right, none missing and none dropped
+    key_recall                fraction of the document's keys that were answered, with any value
+    exact_match               fraction of answers with all pairs right, none missing and none dropped
     parse_rate                answers that are one closed object, nothing dropped, nothing after it
     truncation_rate           answers that reached the token limit
     drop/<reason>             dropped pairs per rollout: not_text, blank, repeated_key, unreadable
@@ -151,7 +151,7 @@ class KeyValueTask(Task):
     def target(self, assignment: FieldAssignment, loss: LossConfig) -> Target:
         parsed, right = assignment.parsed, set(assignment.right)
         kept = 0
-        # The kept part ends before the first wrong pair, so that no wrong pair precedes the tokens that are taught.
+        # The kept part ends before the first wrong pair, so that no wrong pair precedes the learned tokens.
         while kept < len(parsed.entries) and parsed.entries[kept].field in right:
             kept += 1
         length, opening, kept = _cut(parsed, kept)
@@ -215,7 +215,7 @@ def _parse(rollout: Rollout, text: TokenText) -> ParsedFields:
             break
         entries.append(_entry(pair, keys, drops))
         following = _NEXT.match(text.data, pair.end())
-        assert following is not None  # the pattern matches empty text too
+        assert following is not None  # always matches: the pattern accepts empty text
         pos, follows = following.end(), following[1]
     closed = follows == b"}" and not text.data[pos:].strip()
     if not closed:
@@ -246,7 +246,7 @@ def _decoded(string: bytes) -> str | None:
     try:
         text: str = json.loads(string)
         text.encode()
-    except (UnicodeError, ValueError):  # half of a surrogate pair, or half of a UTF-8 character
+    except (UnicodeError, ValueError):  # the text has half of a surrogate pair or of a UTF-8 character
         return None
     return text
 
@@ -256,7 +256,7 @@ def _cut(parsed: ParsedFields, kept: int) -> tuple[int, str, int]:
     begins, and the number of kept entries.
 
     A token may hold a pair's end and some text after the pair. Then the prefix ends before that token, and the tail
-    repeats the pair's last bytes. If these bytes are not whole characters, one pair less is kept.
+    repeats the pair's last bytes. If these bytes are not whole characters, the last pair is not kept.
     """
     text = parsed.text
     while kept:

@@ -23,8 +23,8 @@ PREFIX = "reward/"
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """The rewards of a run. `functions` are the user's, by name. `weights` has the weights of these functions (1 if not
-    given), and the weights of the task's rewards."""
+    """The rewards of a run. `functions` are the user's, by name. `weights` has the weights of these functions (default
+    1), and of the task's rewards."""
 
     tokenizer: Tokenizer
     functions: Mapping[str, Reward] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def mean_rewards(counts: Mapping[str, float]) -> dict[str, float]:
 def _score(name: str, function: Reward, answer: Answer) -> float:
     try:
         value = function(answer)
-    # The function is the user's, and may raise anything.
+    # The user's function may raise any error.
     except Exception as error:
         raise _error(name, answer, where_raised(error)) from error
     if not isinstance(value, int | float) or not math.isfinite(value):

@@ -25,7 +25,7 @@ def check_supervision(segment: Segment) -> NDArray[np.int64]:
     Raises LossError if one is outside the assistant span, or if labels and weights contradict each other.
     """
     labels, weights = segment.labels, segment.loss_weights
-    # No token stands before the first one that could predict it.
+    # The first token is never supervised, because no token before it predicts it.
     first = max(segment.prompt_length, 1)
     if (labels[:first] != IGNORED).any() or (weights[:first] != 0).any():
         bad = int(np.flatnonzero((labels[:first] != IGNORED) | (weights[:first] != 0))[0])

@@ -1,5 +1,5 @@
-"""Defines the methods of tasks whose answers are lists of objects (`ObjectTask`), and checks texts that are taught. The
-protocol of all tasks is `learner.extensions.Task`.
+"""Defines the methods of tasks whose answers are lists of objects (`ObjectTask`), and checks texts before they are
+learned. The protocol of all tasks is `learner.extensions.Task`.
 """
 
 from __future__ import annotations

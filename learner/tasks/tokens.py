@@ -9,7 +9,7 @@ Encodings of short texts are cached.
 cross the cut. In: a tokenizer's encoding, its added tokens and its vocabulary. Out: the ids of the whole text, or None
 if the text cannot be cut safely. Tokenizers split at an added token `<|...|>` first, so the text between two added
 tokens always has the same tokens. A coordinate in digits stands between one of `[ ,` and one of `,]`. If no token has a
-digit beside such a character, no token crosses the number's ends. But how a pre-tokenizer splits the text between two
+digit next to such a character, no token crosses the number's ends. But how a pre-tokenizer splits the text between two
 numbers may depend on their digits. So this text is encoded with a digit on either side, and used only if these digits
 are separate tokens.
 """
@@ -44,7 +44,7 @@ _ADDED_TOKEN = r"(<\|[^|<>]*\|>)"
 _NUMBER = r"(?<=[\[ ])(0|[1-9][0-9]{0,2})(?=[,\]])"
 _NO_NUMBER = r"((?!))"
 _DIGIT = "0"  # stands for any digit.
-# The characters that can stand beside a number. Whitespace is given twice: as in byte-level vocabularies, and plain, as
+# The characters that can be next to a number. Whitespace is given twice: as in byte-level vocabularies, and plain, as
 # in added tokens.
 _BESIDE = r"[\[\], \t\n\rĠĉĊč]"
 _FUSED = re.compile(f"[0-9]{_BESIDE}|{_BESIDE}[0-9]")
@@ -61,7 +61,8 @@ class TokenBoundaries:
         self.numbers = _numbers_alone(encode, vocabulary)
         self._added = _splitting_tokens(added)
         self._cut = re.compile(f"{_ADDED_TOKEN}|{_NUMBER if self.numbers else _NO_NUMBER}")
-        # The cache is not on the method: it would refer to this object, and both would live until garbage collection.
+        # The cache is not on the method, because cache and object would refer to each other and stay until garbage
+        # collection.
         self._between = lru_cache(maxsize=_CACHED_PARTS)(partial(_encode_between, encode, self.numbers))
 
     def encode(self, text: str) -> list[int] | None:
@@ -81,7 +82,7 @@ class TokenBoundaries:
             if number:
                 ids += self.numbers[number]
             elif added:
-                if added not in self._added:  # it only looks like an added token: a token may cross its ends
+                if added not in self._added:  # the text only looks like an added token, so a token may cross its ends
                     return None
                 ids.append(self._added[added])
         return ids
@@ -108,8 +109,8 @@ def _splitting_tokens(added: Mapping[int, object]) -> dict[str, int]:
         str(token): token_id
         for token_id, token in added.items()
         if re.fullmatch(_ADDED_TOKEN, str(token))
-        # A token with one of these traits is left out: it is searched in normalized text, it takes the blanks beside
-        # it, or it is found in whole words only.
+        # A token with one of these traits is left out: it is searched in normalized text, it includes neighbouring
+        # blanks, or it is found in whole words only.
         and not any(getattr(token, trait, True) for trait in ("normalized", "lstrip", "rstrip", "single_word"))
     }
 
@@ -162,8 +163,8 @@ class TokenPieces:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._byte_level = "ByteLevel" in repr(getattr(backend, "decoder", None))
         self._added: dict[int, object] = getattr(tokenizer, "added_tokens_decoder", {}) if self._byte_level else {}
-        # The cache is not on the method: it would refer to this object, and these tables would live until garbage
-        # collection.
+        # The cache is not on the method, because cache and object would refer to each other, and the tables stay until
+        # garbage collection.
         self._encode = partial(_encode, tokenizer, _encoder_of(backend))
         self.encode = lru_cache(maxsize=_CACHED_ENCODINGS)(self._encode)
         # `_bytes` has the bytes of all tokens seen so far. These arrays give, by token id, the number of a token's
@@ -200,8 +201,8 @@ class TokenPieces:
             lengths = np.array(list(map(len, pieces)), dtype=np.int64)
             begins = len(self._bytes) + lengths.cumsum() - lengths
             self._bytes = np.concatenate([self._bytes, np.frombuffer(b"".join(pieces), dtype=np.uint8)])
-            # Threads read without the lock. For these threads a token is new until its length is set, so the length is
-            # written last.
+            # Threads read without the lock. They see a token as new until its length is set, so the length is written
+            # last.
             self._begins[new] = begins
             self._lengths[new] = lengths
 

@@ -92,8 +92,8 @@ def train_on(
     """Train with ranks that have already joined, and return the exit code. The ranks may train again afterwards.
     Collective.
 
-    `goes_on`: a run that is already in the output folder is an earlier start of this run. `before` is called when
-    everything is ready; if it returns False, nothing is trained.
+    `goes_on`: True if a run in the output folder is an earlier start of this run. `before` is called when everything is
+    ready; if it returns False, nothing is trained.
     """
     with ExitStack() as stack:
         config = claim_output_dir(config, ranks, torchrun_agent(environment), stack=stack, goes_on=goes_on)
@@ -182,7 +182,7 @@ def export(checkpoint: Path, out: Path, dtype: str, notes: Mapping[str, str]) ->
 
 
 def _check_export_folder(out: Path) -> None:
-    """Raises OutputError if `out` has files, because an earlier export may have more weight files, which would stay."""
+    """Raises OutputError if `out` has files, because weight files of an earlier export could stay in it."""
     is_empty = not out.exists() or (out.is_dir() and all(path.name == _UNFINISHED for path in out.iterdir()))
     if not is_empty:
         raise OutputError(
@@ -277,7 +277,7 @@ def _rollouts(
     def on_call(record: RolloutCallLog) -> None:
         timeline.call(record)
         log.write("rollout_call", record)
-        # Only rank 0 writes metrics, so the seeds and chunks of other ranks are in their logs (R15).
+        # Only rank 0 writes metrics, so other ranks write their seeds and chunks to their logs (R15).
         if not ranks.is_main:
             logging.getLogger("learner.rollout").info("%s", record)
 
@@ -368,7 +368,8 @@ def _gap_metrics(basis: Basis) -> GapMetrics | None:
 
 def _checkpoints(basis: Basis, stop: StopRequest) -> CheckpointStore:
     config = basis.config
-    # This key is left out: it differs between a run and its resumption, which is no change of the configuration.
+    # This key is left out: it differs between a run and its resumption, which does not count as a change of the
+    # configuration.
     described = config.model_dump_json(exclude={"training": {"resume_from_checkpoint"}})
     return CheckpointStore(
         root=Path(config.training.output_dir),

@@ -188,13 +188,13 @@ def _probe(sample: Sample, policy: Policy) -> CanaryItem:
 
 def _canary(config: RunConfig, policy: Policy, backend: Backend, items: Sequence[CanaryItem], ranks: Ranks) -> Canary:
     """Return the canary, which checks each sync: learner and generator score the same answers. Only ranks that compute
-    the learner's scores are given the answers."""
+    the learner's scores get the answers."""
     vllm = config.rollout_matching.vllm
     is_asked = ranks.is_main or policy.is_sharded or isinstance(backend, ColocateBackend)
     answers = [(item.prompt, item.response_token_ids) for item in items] if is_asked else []
     return Canary(
         items=items,
-        # A colocated engine takes the tensors themselves, so no checksums are compared.
+        # A colocated engine gets the tensors themselves, so there are no checksums to compare.
         scorer=CanaryScorer(policy, answers, checksums=not isinstance(backend, ColocateBackend)),
         tolerance=vllm.sync.canary_tolerance,
         dtype=computes_in(policy),

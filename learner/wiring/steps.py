@@ -83,7 +83,7 @@ def _load(config: RunConfig, split: str, task: Task, *, too_long: RowLimit | Non
 
 
 def row_limit(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> RowLimit:
-    """Return the limit that tells which training samples fit into a packed row at every step."""
+    """Return the check for training samples that do not fit into a packed row at every step."""
     return RowLimit(
         encoder=encoder,
         task=task,
@@ -93,7 +93,7 @@ def row_limit(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> R
 
 
 def step_plan(plan: Plan) -> Plan:
-    """Return `plan` for a dataloader whose batch is the rank's share of a whole step, not of a micro-step (R31)."""
+    """Return `plan` for a dataloader whose batch is the rank's part of a whole step, not of a micro-step (R31)."""
     share = plan.effective_batch_size // plan.world_size
     return replace(plan, per_device_train_batch_size=share, gradient_accumulation_steps=1)
 
@@ -127,10 +127,10 @@ def check_packing_buffer(
     training = config.training
     # Only `rollout_matching_sft` carries segments to later rows.
     if config.custom.trainer_variant != "rollout_matching_sft" or not training.packing or config.data.augment:
-        # The lengths of augmented samples are not known before they are made.
+        # The lengths of augmented samples are not known in advance.
         return
     if plan.per_device_train_batch_size == 1:
-        # Each row takes one segment, so no segment is left over.
+        # Each row has one segment, so no segment is carried over.
         return
     sampler = sampler_of(len(samples), config=config, plan=plan, rank=0)
     gas, m_steps = plan.gradient_accumulation_steps, plan.m_steps
@@ -231,8 +231,8 @@ def _stage2(basis: Basis, parts: Stage2Parts, *, capacity: int, total_steps: int
 
 
 def _places_at_once(config: RunConfig, backend: Backend | None) -> int:
-    """Return for how many of a batch's samples the backend decodes answers at once for this rank, at least one. With
-    `grpo` the result is the number of rollouts, a multiple of the rollouts per prompt."""
+    """Return the number of a batch's samples whose answers the backend decodes at once for this rank, at least one.
+    With `grpo` the result is the number of rollouts, a multiple of the rollouts per prompt."""
     chunk = backend.chunk if backend else 0
     if _is_grpo(config):
         return max(1, chunk // config.grpo.num_generations) * config.grpo.num_generations

@@ -5,10 +5,10 @@ The votes of a cluster are the number of answers that have the object. No side e
 
 Two clusters are joined if no answer has objects in both, and the mean IoU between their objects is at least `SAME_IOU`.
 Pairs with the same name are joined first, then pairs with different names; in both groups the highest IoU goes first.
-So two objects at one place keep their names, and answers with different names for one object still make one cluster.
-The order of the answers matters only among equal pairs.
+So two objects at the same position keep their names, and answers with different names for one object still make one
+cluster. The order of the answers matters only among equal pairs.
 
-If an answer repeats an object, the second one begins another cluster at the same place.
+If an answer repeats an object, the repetition begins another cluster at the same position.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SAME_IOU = 0.5
 
 
 class ClusterMember(NamedTuple):
-    """One answer's object in a cluster. `answer` is the answer's index, `place` the object's index in the answer."""
+    """One answer's object in a cluster. `answer`: the answer's index. `place`: the object's index in the answer."""
 
     answer: int
     place: int
@@ -38,8 +38,8 @@ class ClusterMember(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Objects of different answers that are taken for one object. `members` are sorted by answer; there is at least
-    one, and at most one per answer.
+    """Objects of different answers that count as one object. `members` are sorted by answer; there is at least one
+    member, and at most one per answer.
 
     `object` has the most frequent name (of equally frequent names, the one in the first answer) and the median of the
     boxes. If a member is a polygon, `object` has the geometry of the member that overlaps the others most.
@@ -90,15 +90,15 @@ def _groups(members: Sequence[ClusterMember], iou: NDArray[np.float64]) -> list[
 
 def _pairs(members: Sequence[ClusterMember], iou: NDArray[np.float64]) -> list[tuple[int, int]]:
     """Return the indices of overlapping objects of different answers as pairs, in the order in which they are joined.
-    Equally good pairs are sorted by places: if two answers repeat one box, their first copies are joined, then their
-    second ones."""
+    Equally good pairs are sorted by index in the answers: if two answers repeat one box, their first copies are joined,
+    then their second copies."""
     rows, columns = np.nonzero((np.triu(iou, k=1) >= SAME_IOU) & (np.triu(iou, k=1) > 0))
     found = []
     for i, j in zip(rows.tolist(), columns.tolist(), strict=True):
         a, b = members[i], members[j]
         if a.answer != b.answer:
             places = sorted((a.place, b.place), reverse=True)
-            # Pairs of one name come first, so two objects at one place keep their names.
+            # Pairs of one name come first, so two objects at the same position keep their names.
             found.append((a.object.desc != b.object.desc, -float(iou[i, j]), places, i, j))
     return [(i, j) for *_, i, j in sorted(found)]
 
@@ -106,7 +106,7 @@ def _pairs(members: Sequence[ClusterMember], iou: NDArray[np.float64]) -> list[t
 def _agreed(members: Sequence[ClusterMember], iou: NDArray[np.float64]) -> DetectionObject:
     """Return the object of a cluster. `iou` [M, M] has the rows and columns of `members`."""
     desc = Counter(member.object.desc for member in members).most_common(1)[0][0]
-    # Outlines have different numbers of points, so there is no median of them.
+    # Polygons have different numbers of points, so they have no median.
     if any(member.object.kind != "bbox_2d" for member in members):
         return members[int(iou.sum(axis=1).argmax())].object._replace(desc=desc)
     # The median is nearer to the true box than the mean on digits (IoU 0.959 and 0.954), and as near on photographs of

@@ -1,10 +1,10 @@
-"""Computes bootstrap intervals of COCO's AP, and of the difference in AP between two detectors on the same draws.
+"""Computes bootstrap intervals of COCO's AP, and of the difference in AP between two detectors on the same resamples.
 
-Samples are drawn. A sample is one image, or several images that are drawn together. COCO's matches do not depend on
-other images, so they are made once (pycocotools). A draw weights each sample by how often it was drawn. This gives the
-same result as pycocotools with one copy of a sample for each time that it was drawn, because copies of a box have equal
-scores and are neighbours in the ranking. The results differ only if two boxes in one image have equal scores. No side
-effects.
+Samples (one image each, or several images that belong together) are drawn at random with replacement. COCO's matches do
+not depend on other images, so they are made once (pycocotools). A draw (one resample) weights each sample by the number
+of times it was drawn. This gives the same result as pycocotools with a copy of a sample for each time, because copies
+of a box have equal scores and are neighbours in the ranking. The results differ only if two boxes in one image have
+equal scores. No side effects.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from learner.tasks.detection.metrics import (
 
 AP, AP50 = "coco/ap", "coco/ap50"
 DRAWS = 500
-MOST_BOXES = 100  # COCO counts no more boxes per image and class
+MOST_BOXES = 100  # max boxes per image and class that COCO counts
 _CONFIDENCE = 0.95
-_VALUES_AT_ONCE = 4_000_000  # draws x boxes held in memory at a time
+_VALUES_AT_ONCE = 4_000_000  # max draws x boxes in memory at a time
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ missing at random, because an object looks the same with and without a label.
    the box. A class with `OWN_CLASS` labels has its own classifier. The other classes share a classifier, which does not
    use names. Photographs are divided into `FOLDS` parts. Each part is scored by a classifier that was fitted on the
    other parts.
-3. *Shares.* The scores of finds are taken as a mixture of two distributions: that of right examples and that of
-   misplaced examples. A share is the weight of one distribution in the mixture. EM estimates the shares separately by
-   class, by number of votes, and for boxes at the photograph's border. The probability that a find is right is the part
-   of right examples in the mixture at the find's score.
+3. *Shares.* The scores of finds are modelled as a mixture of two distributions: the scores of right examples, and the
+   scores of misplaced examples. A share is the weight of one distribution in the mixture. EM estimates the shares
+   separately by class, by number of votes, and for boxes at the photograph's border. The probability that a find is
+   right is the fraction of the right examples' density in the mixture at the find's score.
 
 There is no estimate if labels are too few, or if a classifier cannot separate its own examples. The estimate cannot
-show that labels are complete: on data where no find was right, the estimated share of right finds was still 0.06 to
+show that labels are complete: on data where no find was right, the estimated fraction of right finds was still 0.06 to
 0.34. No side effects.
 """
 
@@ -35,8 +35,8 @@ from threadpoolctl import threadpool_limits
 from learner.records import DetectionObject, Sample
 from learner.tasks.detection.bins import bounding_box, to_pixels
 
-# With 200 labels in 16 photographs the estimate was up to 0.12 off, in 8 photographs up to 0.35.
-MIN_LABELS = 200  # min labels
+# With 200 labels in 16 photographs the estimated fraction was up to 0.12 off, in 8 photographs up to 0.35.
+MIN_LABELS = 200  # min number of labels for an estimate
 MIN_AUC = 0.75  # min AUC on held-out labels; below it there is no estimate
 OWN_CLASS = 60  # min right examples of a class with a classifier of its own; smaller classes share a classifier
 MOST_LABELS = 6000  # max labels whose pixels are read; more labels do not improve the estimate
@@ -49,8 +49,8 @@ _SIDE, _GROWN, _SHORTEST = 12, 1.5, 4.0
 _NUMBERS = 4 * _SIDE**2 + 3  # numbers per crop: three colors and an edge per cell, and the spread of each color
 _TRIES = 60
 PENALTY = 300.0  # L2 penalty on the classifiers' weights
-_BIN_EDGES = np.linspace(-5, 5, 11)  # edges of bins of scores, in logits
-_FEWEST_FINDS = 25  # min finds of a group with equal votes; smaller groups are merged before their shares are fitted
+_BIN_EDGES = np.linspace(-5, 5, 11)  # edges of the bins of the scores' histograms, in logits
+_FEWEST_FINDS = 25  # min finds in a group of equal votes; smaller groups are merged
 _FEWEST_EXAMPLES = 25
 # With this weight the error in a model's number of right boxes is 9 of about 800. With a weight of 0 the error is 13,
 # as large as the difference between two models.
@@ -62,7 +62,7 @@ Open = Callable[[str], Image.Image]
 # (class, True if the finds touch the border) -> shares of right and misplaced finds
 Shares = dict[tuple[str | None, bool], Sequence[float]]
 
-# The matrices are small. Beside other programs, several BLAS threads would mostly wait for each other.
+# The matrices are small. If other programs use the cores, several BLAS threads would mostly wait for each other.
 _one_thread = threadpool_limits.wrap(limits=1, user_api="blas")
 
 
@@ -76,8 +76,8 @@ class Crop(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleCrops:
-    """All crops of one sample: right examples (`on` their objects), misplaced examples (`beside` their objects), and
-    finds (boxes that overlap no label) in the order in which `crops_of` gets them."""
+    """All crops of one sample: right examples (`on`), misplaced examples (`beside`), and finds (boxes that overlap no
+    label) in the order in which `crops_of` gets them."""
 
     on: tuple[Crop, ...]
     beside: tuple[Crop, ...]
@@ -102,7 +102,7 @@ class Appearance:
 
 def crops_of(sample: Sample, finds: Sequence[DetectionObject], open_image: Open, share: float = 1.0) -> SampleCrops:
     """Cut examples (at labels) and finds (boxes without a label) out of a sample's photographs. Only the fraction
-    `share` of the labels is used, chosen by a hash of the labels' names and places. Raises the errors of
+    `share` of the labels is used, chosen by a hash of the labels' names and coordinates. Raises the errors of
     `open_image`."""
     labels = [obj for obj in sample.objects if _seed(sample, obj) < share * 2**32]
     on: list[Crop] = []
@@ -120,7 +120,8 @@ def crops_of(sample: Sample, finds: Sequence[DetectionObject], open_image: Open,
                 rng = np.random.default_rng(_seed(sample, obj))
                 for kind, (low, high) in ((on, ON), (beside, BESIDE), (beside, BESIDE)):
                     box = picture.moved(picture.box(obj), rng, low, high)
-                    # A box beside its own object may lie on another object. Then it is no example of a misplaced box.
+                    # A box that misses its own object may be on another object. Then it is no example of a misplaced
+                    # box.
                     if box is not None and (kind is on or _iou(box, boxes).max() < high):
                         kind.append(picture.crop(obj.desc, box))
         for i in own:
@@ -129,7 +130,8 @@ def crops_of(sample: Sample, finds: Sequence[DetectionObject], open_image: Open,
 
 
 def _seed(sample: Sample, obj: DetectionObject) -> int:
-    # Python's own hash of a text differs in every process, so the same photographs would give other crops.
+    # Python's own hash of a text differs in every process, so the same photographs would give other crops in another
+    # process.
     return zlib.crc32(f"{sample.sample_id} {obj.image} {obj.desc} {obj.bins}".encode())
 
 
@@ -148,7 +150,8 @@ class _Picture:
         self._margin = max(image.size) // 4
         margins = ((self._margin, self._margin), (self._margin, self._margin), (0, 0))
         self._padded = Image.fromarray(np.pad(values, margins, mode="edge"))
-        # Colours are measured relative to the photograph's median and contrast, so that its light does not matter.
+        # Colours are measured relative to the photograph's median and contrast, so that the photograph's lighting does
+        # not matter.
         flat = values.reshape(-1, 3)
         self._light, self._contrast = np.median(flat, axis=0), flat.std(axis=0) + 1
 
@@ -163,7 +166,7 @@ class _Picture:
     def moved(self, box: Floats, rng: np.random.Generator, low: float, high: float) -> Floats | None:
         """Return the box, moved and stretched until its IoU is in the range; None if `_TRIES` moves give no such
         box."""
-        # An object that the border cuts looks different there, and so must its examples.
+        # An object cut by the border looks different at the border, so its examples must be cut there too.
         sides, kept = np.tile(box[2:] - box[:2], 2), self.at_border(box)
         smallest = min(8.0, 0.5 * float(sides.min()))
         for _ in range(_TRIES):
@@ -247,8 +250,8 @@ class Looks:
         self, finds: Sequence[Sequence[Crop]], votes: Sequence[Sequence[int]], first: Shares | None = None
     ) -> Appearance:
         """Estimate for each find (a box that overlaps no label) the probability that it is right. `finds` has a list
-        per sample, for the samples that the constructor got. `votes` has the votes of each find; if there are none,
-        equal numbers. `first`: the shares that `judge` returned for another model. The new shares are shrunk towards
+        per sample, for the samples that the constructor got. `votes`: the votes of each find; equal numbers if there
+        are no votes. `first`: the shares that `judge` returned for another model. The new shares are shrunk towards
         `first`, because with a few hundred finds the error of shares is as large as the difference between models."""
         number_on, own_class = len(self._on), self._own_class
         if number_on < MIN_LABELS or len(self._beside) < MIN_LABELS:
@@ -332,11 +335,11 @@ class _Group:
         self, scores: Floats, votes: NDArray[np.int64], border: bool, first: Sequence[float] | None
     ) -> tuple[Floats, Sequence[float]]:
         """Return for each find [F] (a box without a label) the probability that it is right. Also return the shares of
-        right and of misplaced finds among those with the fewest votes. `border`: all these finds touch the border, or
-        none does."""
+        right and of misplaced finds among those with the fewest votes. `border`: True if all these finds touch the
+        border, False if none does."""
         kinds = [self.on[self.on_border == border], self.beside[self.beside_border == border]]
         if min(map(len, kinds)) < _FEWEST_EXAMPLES:
-            # Few examples say too little about the border, so the examples of the whole photographs are used instead.
+            # If there are few examples at the border, the examples of the whole photographs are used instead.
             kinds = [self.on, self.beside]
         found, shares = np.zeros(len(votes)), first or ()
         for group in _vote_groups(votes):
@@ -370,7 +373,7 @@ def _right_of_mixture(
     the likeliest shares of right and of misplaced finds. `kinds` has the scores of right examples and of misplaced
     examples."""
     places = np.digitize(scores, _BIN_EDGES)
-    # Half an example more in each bin: where no kind has one, the probabilities would be 0 / 0.
+    # Half an example is added to each bin, because in a bin without examples the probabilities would be 0 / 0.
     density = np.array(
         [np.bincount(np.digitize(kind, _BIN_EDGES), minlength=len(_BIN_EDGES) + 1) + 0.5 for kind in kinds]
     )
@@ -378,7 +381,7 @@ def _right_of_mixture(
     likely = density[:, places]  # [kinds, F]
     shares = (
         np.full(len(kinds), 1 / len(kinds)) if first is None else np.array(first[: len(kinds)])
-    )  # older runs kept a third
+    )  # the file of an older run has a third share
     before = shares * (1.0 if first is None else _OF_FIRST)
     for _ in range(300):
         belongs = shares[:, None] * likely

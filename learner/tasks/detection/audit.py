@@ -2,15 +2,15 @@
 
 In: finds with votes and probabilities, and verdicts on some finds. Out: better probabilities of all finds.
 
-An audit draws finds (boxes of the model that overlap no label). The number drawn from the finds with v votes is
-proportional to the square root of how many such finds there are. So finds with a rare number of votes are drawn too. A
-logistic regression is fitted to the verdicts:
+An audit samples finds (boxes of the model that overlap no label) at random. From the finds with v votes, it takes a
+number proportional to the square root of their number. So finds with a rare number of votes are sampled too. A logistic
+regression is fitted to the verdicts:
 
     logit(right) = a + b logit(probability) + c log2(votes, scaled to eight answers)
 
 A prior pulls a, b and c towards 0, 1 and 0, so without verdicts the probabilities do not change. The method was tested
-on blood cells, with 200 draws of 60 verdicts each. In 90% of the draws, for finds with 2 to 6 votes, the estimated
-fraction of right finds was at most 0.08 off. Only `read_audit` has side effects: it reads a file.
+on blood cells, with 200 random samples of 60 verdicts each. In 90% of the samples, for finds with 2 to 6 votes, the
+estimated fraction of right finds was at most 0.08 off. Only `read_audit` has side effects: it reads a file.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ class AuditedFind(NamedTuple):
 
 
 def draw(votes: Sequence[int], number: int, seed: int = 0) -> list[int]:
-    """Draw `number` finds (boxes of the model without a label), or all if there are fewer. Return the indices of the
-    drawn finds in `votes`, in random order."""
+    """Sample `number` finds (boxes of the model without a label) at random, or take all if there are fewer. Return
+    their indices in `votes`, in random order."""
     rng = np.random.default_rng(seed)
     of = np.array(votes)
     kinds, sizes = np.unique(of, return_counts=True)
-    # With the square root, finds with a rare number of votes are drawn too.
+    # With the square root, finds with a rare number of votes are sampled too.
     wanted = np.sqrt(sizes) * number / max(1.0, float(np.sqrt(sizes).sum()))
     taken = np.minimum(wanted.astype(int), sizes)
-    # Rounding down leaves some draws over. The numbers of votes with the largest remainders get them.
+    # After rounding down, the numbers of votes with the largest remainders get the remaining finds.
     while taken.sum() < min(number, len(of)):
         taken[np.where(taken < sizes, wanted - taken, -np.inf).argmax()] += 1
     chosen = [rng.permutation(np.flatnonzero(of == kind))[:some] for kind, some in zip(kinds, taken, strict=True)]
@@ -70,13 +70,13 @@ def draw(votes: Sequence[int], number: int, seed: int = 0) -> list[int]:
 
 
 def refitted(probabilities: Floats | None, votes: Sequence[Votes] | None, audited: Sequence[AuditedFind]) -> Floats:
-    """Return the probabilities [N] of all finds, corrected by the verdicts in `audited`. If some probability is not
-    known (None), only votes are used, which needs about 100 verdicts. `votes` is None if there is a single answer,
+    """Return the probabilities [N] of all finds, corrected by the verdicts in `audited`. If a probability is not known
+    (None), the correction uses votes only, and needs about 100 verdicts. `votes` is None if there is a single answer,
     because all its finds have one vote."""
     if votes is None:
         assert probabilities is not None
         votes = [Votes(1, 8)] * len(probabilities)
-        # All finds to correct have one vote here, so the regression must not explain verdicts by votes.
+        # All finds to correct have one vote here, so all votes are set equal: the regression must not use them.
         audited = [one._replace(votes=1, answers=8) for one in audited if one.probability is not None]
     known = [one for one in audited if one.right is not None]
     before = [one.probability for one in known if one.probability is not None]

@@ -1,11 +1,11 @@
 """Fits a `Calibration`, which gives boxes their scores, and measures how good the scores are.
 
-Candidates (boxes in validation images, with features) are taken in order of falling score. A candidate is right if it
-lets the boxes taken so far match one more object, at IoU 0.5 (`gains` in `match.py`). So at every threshold, the right
-boxes are the true positives of F1. A candidate in an ignore region that matches no object is left out. scipy's L-BFGS
-minimises the log loss plus a penalty. The images are cut into 5 parts, and each part gets scores from a fit to the
-other four. These held-out scores choose the factor of `PENALTIES`: the one with the least log loss. The held-out scores
-also give the threshold and the measured quality (`auc`, `ece`).
+Candidates (boxes in validation images, with features) are sorted by falling score. A candidate is right if, with it,
+the boxes so far match one more object, at IoU 0.5 (`gains` in `match.py`). So at every threshold, the right boxes are
+the true positives of F1. A candidate in an ignore region that matches no object is left out. scipy's L-BFGS minimises
+the log loss plus a penalty. The images are cut into 5 parts, and each part gets scores from a fit to the other four.
+The penalty of `PENALTIES` whose held-out scores have the least log loss is used. The held-out scores also give the
+threshold and the measured quality (`auc`, `ece`).
 
 `auc` is the probability that a right box has a higher score than a wrong one. `ece` is the expected calibration error
 (Guo et al. 2017). The scores are put into ten bins of equal width. In each bin, the error is the distance between the
@@ -44,8 +44,8 @@ NUM_KNOTS = 5  # knots of each feature's piecewise linear function
 FEWEST_IMAGES, FEWEST_BOXES = 5, 30
 Floats = NDArray[np.float64]
 
-# A fit multiplies small matrices thousands of times. Beside other programs, several BLAS threads mostly wait for each
-# other: several threads took 53 s, and one thread took 6 s (two cores, four busy programs).
+# A fit multiplies small matrices thousands of times. If other programs use the cores, several BLAS threads mostly wait
+# for each other: several threads took 53 s, one thread 6 s (two cores, four busy programs).
 _one_thread = threadpool_limits.wrap(limits=1, user_api="blas")
 
 
@@ -54,8 +54,8 @@ class Bin(NamedTuple):
 
     low: float
     high: float
-    score: float  # mean score
-    right: float  # fraction of right boxes
+    score: float  # mean score of the boxes
+    right: float  # fraction of the boxes that are right
     number: int
 
 
@@ -104,7 +104,7 @@ def fit_calibration(
     Raises DataError if there is too little to learn from.
     """
     calibration, boxes = _fit_twice(found, samples, num_drawn=num_drawn)
-    # Held-out scores choose the threshold, because scores of fitted boxes are too good.
+    # Held-out scores choose the threshold, because scores of the boxes in a fit look too good.
     scores = _held_out(boxes, calibration, _best_penalty(boxes, calibration))
     boxes = boxes.ranked(scores)
     outcomes = boxes.gains.outcomes(scores)
@@ -160,7 +160,7 @@ def _fit(boxes: Boxes, *, num_drawn: int) -> Calibration:
     names = Counter(name for name, counts in zip(boxes.names, counted, strict=True) if counts)
     empty = Calibration(
         samples=num_drawn,
-        # A class with few boxes would fit their noise, so it gets no columns of its own.
+        # The columns of a class with few boxes would fit noise, so only frequent classes get columns.
         names=sorted(name for name, number in names.items() if number >= FEWEST_BOXES),
         knots=_knots(boxes.features[counted]),
         weights=[],
@@ -209,7 +209,7 @@ def _held_out(boxes: Boxes, calibration: Calibration, penalty: float) -> Floats:
 def _regress(columns: Floats, right: Floats, penalty: float) -> Floats:
     """Return the weights [D] of the columns. The weight of the constant column is not penalised."""
     shrunk = np.full(columns.shape[1], penalty)
-    # The constant sets the mean probability, and a penalty would pull it towards 0.5.
+    # The constant column determines the mean probability, which a penalty would pull towards 0.5.
     shrunk[0] = 0.0
     sign = 2 * right - 1
 
@@ -230,7 +230,7 @@ def _sigmoid(values: Floats) -> Floats:
 
 
 def log_loss(right: Floats, scores: Floats) -> float:
-    # A single sure but wrong score would make the loss infinite.
+    # A single wrong score of 0 or 1 would make the loss infinite.
     inside = np.clip(scores, 1e-6, 1 - 1e-6)
     return float(-np.mean(right * np.log(inside) + (1 - right) * np.log(1 - inside)))
 
@@ -273,6 +273,6 @@ def best_threshold(found: Gains, scores: Floats, num_truth: int) -> float:
     best = int(np.where(last, f1, -1.0).argmax())
     least = ranked[best]
     middle = (least + (ranked[best + 1] if best + 1 < len(ranked) else min(0.0, least))) / 2
-    # The middle of two neighbouring floats is rounded, perhaps to the lower one. Then boxes with the lower score would
-    # pass.
+    # The middle of two neighbouring floats is rounded, perhaps to the lower one. Then the threshold would also accept
+    # boxes with the lower score.
     return float(middle if ((scores >= middle) == (scores >= least)).all() else least)

@@ -1,9 +1,9 @@
-"""Writes detections as COCO results, the project's only format of boxes for other programs. `predict` and evaluations
-use this module.
+"""Writes detections as COCO results, the format in which the project writes boxes for other programs. `predict` and
+evaluations use this module.
 
 In: boxes in pixels with names and scores. Out: a JSON list of `image_id`, `category_id`, `bbox` (left, top, width,
 height in pixels), `score`, and `segmentation` for a polygon. `category` and `file_name` are added to COCO's fields, so
-that a reader knows names and files without the annotations.
+that names and files are known without the annotations.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ In: a sample, and the objects of K answers to it, sampled from the model. Out: t
    completed label keeps its votes.
 
 Both rules need an estimate of how often free clusters are right. `gaps.py` makes the estimate from the pixels. If that
-is not possible, the estimate comes from votes; it is correct only if labels are missing at random. Over all
-samples, let c clusters with v votes confirm labels, d contradict labels, and f be free:
+is not possible, the estimate comes from votes; it is correct only if labels are missing at random. Over all samples,
+let c clusters with v votes confirm labels, d clusters contradict labels, and f clusters be free:
 
     at labelled places     p = c / (c + d)                 name and box are right
     elsewhere              s = min(1, r (c + d) / f)       there is an object
@@ -50,11 +50,11 @@ from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.match import Overlaps
 
 # All figures of `labels.complete` were measured with this value.
-OVERLAP = 0.3  # min IoU of two boxes that are taken for the same object
+OVERLAP = 0.3  # min IoU of two boxes that count as the same object
 MIN_CLUSTERS = 20  # min clusters that overlap labels; fewer give no estimate
 ENOUGH = 150  # min number of clusters that overlap labels from which r (see the module) is computed.
 # For complete labels the estimate was at most 0.05. For labels of which 40% were removed it was at least 0.38.
-MISSING = 0.10  # if more than this fraction of the objects has no label, labels are reported to have gaps
+MISSING = 0.10  # if more than this fraction of the objects has no label, a message says that labels have gaps
 MIN_MISSING = 0.02  # if less than this fraction of the objects has no label, nothing is completed
 
 Relation = Literal["confirms", "contradicts", "free", "repeats"]
@@ -65,11 +65,11 @@ Tally = NDArray[np.int64]  # [K + 1, 3] number of clusters by votes and relation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelCandidate:
-    """A cluster: objects in several answers to one sample that are taken for one object, outside of ignore regions.
-    `object` has the cluster's votes. `names` counts the answers that give each name. `agreement`, from 0 to 1, is a
-    product of three numbers: the fraction of the answers that have the object, the fraction of these answers that give
-    its name, and the mean IoU of their boxes with its box. `probability`, for free clusters, is the probability that
-    box and name are right; None: not known."""
+    """A cluster: objects in several answers to one sample that count as one object, outside of ignore regions. `object`
+    has the cluster's votes. `names` counts the answers that give each name. `agreement`, from 0 to 1, is a product of
+    three numbers: the fraction of the answers that have the object, the fraction of these answers that give its name,
+    and the mean IoU of their boxes with its box. `probability`, for free clusters, is the probability that box and name
+    are right; None: not known."""
 
     object: DetectionObject
     relation: Relation
@@ -120,8 +120,8 @@ def _relations(overlaps: Overlaps) -> list[Relation]:
 
 
 def tally(found: Sequence[LabelCandidate], num_answers: int) -> Tally:
-    """Count clusters by votes and relation. An answer may have a right box and a wrong box at one label. So a cluster
-    may contradict a label that another cluster confirms, and both clusters count."""
+    """Count clusters by votes and relation. An answer may have a right box and a wrong box near the same label. So a
+    cluster may contradict a label that another cluster confirms, and both clusters count."""
     counts = np.zeros((num_answers + 1, len(_COLUMNS)), dtype=np.int64)
     for one in found:
         if one.relation in _COLUMNS:
@@ -138,14 +138,14 @@ class CompletionEstimate:
     for v votes, from 1 on. `source`: what the estimate is made from. An estimate from `votes` is correct only if labels
     are missing at random."""
 
-    min_votes: int | None  # min votes of a cluster that becomes a label; None: no labels are added, see `why`
+    min_votes: int | None  # min votes of a cluster that becomes a label; None: no labels are added (see `why`)
     why: str
     missing: float | None  # fraction of the objects that have no label; None: not known
     recall: tuple[float, ...]  # fraction of the labels that are confirmed by a cluster with at least v votes
     precision: tuple[float, ...]  # fraction of right ones among the clusters without a label that have exactly v votes
     free: tuple[int, ...]  # number of clusters without a label with exactly v votes
     source: Source = "votes"
-    auc: float | None = None  # how well pixels separate right from wrong examples at labels; None: not tried.
+    auc: float | None = None  # AUC with which pixels separate right from wrong boxes near labels; None: not tried.
     # True if labels may be complete: even the clusters without a label that have the most votes may be invented.
     may_be_complete: bool = False
     not_random: str = ""  # the sign that labels are not missing at random, as a sentence; empty: there is no sign
@@ -182,8 +182,8 @@ class CompletionEstimate:
             "appearance": "estimate from the photographs",
             "audit": "estimate from the photographs and the audit",
         }[self.source]
-        # An estimate from votes counts invented boxes as missing labels too. An estimate from pixels counts only
-        # objects that were found.
+        # An estimate from votes also counts invented boxes as missing labels (an upper bound). An estimate from pixels
+        # counts only objects that the model found (a lower bound).
         most = "at most" if self.source == "votes" else "at least"
         told = (
             f"; {made}: about {right:.0%} of these are right, and {most} {self.missing:.0%} of the objects had no label"
@@ -244,11 +244,11 @@ def _fit(confirms: Counts, near: Counts, free: Counts) -> _Fit | None:
     top, half = int(enough[-1]), (len(near) - 1) // 2
     of_near, num_near = not_falling(_joined(confirms, top), _joined(near, top))
     of_all, num_all = not_falling(_joined(near, top), _joined(near + free, top))
-    # Half a cluster of each kind is added, so that shares of few clusters are never exactly 0 or 1.
+    # Half a cluster of each kind is added, so that fractions of few clusters are never exactly 0 or 1.
     is_right, is_near = (of_near + 0.5) / (num_near + 1), (of_all + 0.5) / (num_all + 1)
-    # The ratio counts clusters with many votes, but at least ENOUGH clusters, because fewer may be chance. Clusters
-    # with the votes of fewer than half of the answers are not counted, because invented boxes are too frequent among
-    # them.
+    # The ratio is computed from the clusters with the most votes, at least ENOUGH of them, because fewer may be chance.
+    # Clusters with the votes of fewer than half of the answers are not counted, because invented boxes are too frequent
+    # among them.
     counted = max(min(half, top), int(np.flatnonzero(from_top >= ENOUGH).max(initial=0)))
     ratio = float((free[counted:].sum() + 0.5) / (near[counted:].sum() + 0.5))
     precision = is_right * np.minimum(1.0, ratio * is_near / (1 - is_near))
@@ -279,7 +279,7 @@ def not_falling(parts: Counts, wholes: Counts) -> tuple[Counts, Counts]:
 
 
 def best_threshold(free: Counts, precision: Counts) -> tuple[int | None, str]:
-    """Return the number of votes from which on clusters become labels. This number has the largest gain (right new
+    """Return the min number of votes for a cluster to become a label: the number with the largest gain (right new
     labels minus wrong ones). If no choice gains labels, return None and the reason."""
     # A cluster that is right with probability p gains p right labels and 1 - p wrong ones: 2 p - 1.
     gained = (free * (2 * precision - 1))[::-1].cumsum()[::-1]
@@ -291,7 +291,7 @@ def best_threshold(free: Counts, precision: Counts) -> tuple[int | None, str]:
 def _least_share(part: float, whole: float) -> float:
     """Return a lower bound of the fraction `part` / `whole`, one standard deviation below it, by Wilson's score
     interval."""
-    # Half a cluster is added to part and rest, so that an empty group has a bound too.
+    # Half a cluster is added to `part` and to the rest, so that an empty group has a bound too.
     whole += 1
     share = (part + 0.5) / whole
     spread = math.sqrt((share * (1 - share) + 1 / (4 * whole)) / whole)
@@ -322,7 +322,7 @@ def _apart(objects: Sequence[DetectionObject]) -> list[bool]:
     """Return for each object whether it is kept. An object that overlaps an earlier kept object is left out."""
     near, apart = iou_matrix(objects, objects) >= OVERLAP, np.zeros(len(objects), dtype=bool)
     for i in range(len(objects)):
-        # An object that was left out hides no later object, so only kept objects are compared.
+        # Only kept objects are compared, so an object that was left out does not exclude later objects.
         apart[i] = not near[i, apart].any()
     return apart.tolist()
 

@@ -3,12 +3,12 @@
 In: samples, clusters of the answers to them (`completion.candidates`), and the pixels of labels and of clusters without
 a label (`appearance`). Out: a `CompletionEstimate`, and the clusters with their probabilities.
 
-Pixels give the best estimate, for any kind of gap: they show how probably a box is on an object. The probability that a
-box's name is right comes from clusters at labels: the fraction of right names among clusters with as many votes and
-equal agreement. If labels are too few, or a classifier cannot separate objects from their surroundings, only votes are
-left. Votes are misleading if labels are not missing at random, because a model that learned labels has learned their
-gaps (D22). Two signs show that labels are not missing at random. Both signs are searched among clusters that half of
-the answers have:
+Pixels give the best estimate, for any kind of gap: from them comes the probability that a box is on an object. The
+probability that a box's name is right comes from clusters at labels: the fraction of right names among clusters with as
+many votes and equal agreement. If labels are too few, or a classifier cannot separate objects from their surroundings,
+only the votes are used. Votes are misleading if labels are not missing at random, because a model that learned labels
+has learned their gaps (D22). Two signs show that labels are not missing at random. Both signs are searched among
+clusters that half of the answers have:
 
     features        a logistic regression separates clusters without a label from those with one, by border, size,
                     shape, place and class, on held-out photographs
@@ -44,7 +44,7 @@ from learner.tasks.detection.geometry import iou_matrix
 
 # On photographs of cells this minimum gains 577 labels (right labels minus wrong labels). Without it, a min number of
 # votes gains at most 496.
-PROBABLE = 0.5  # min probability of a new label; less probable labels harm more than they help.
+PROBABLE = 0.5  # min probability of a new label; less probable labels harm more than they help
 # Min clusters with a label, and min clusters without a label. With fewer it is not tested whether gaps are random.
 _FEWEST = 20
 _AUC, _CHANCE = 0.6, 0.001  # gaps depend on a box's features if AUC > `_AUC` and p-value < `_CHANCE`.
@@ -69,8 +69,8 @@ def estimate_gaps(
     num_labels = sum(len(sample.objects) for sample in samples)
     known = estimate(tally([one for own in found for one in own], num_answers), num_labels)
     free = [[one for one in own if one.relation == "free"] for own in found]
-    # The classifiers (`Looks`) judge only places. In a test, classifiers judged names too, on digits of which 60% had
-    # no label. The estimated fraction of right boxes was 0.91, and the true fraction 0.74.
+    # The classifiers (`Looks`) judge only positions. In a test where they judged names too (digits, 60% without a
+    # label), the estimated fraction of right boxes was 0.91, the true fraction 0.74.
     looks = Looks(crops).judge([one.finds for one in crops], [[one.votes for one in own] for own in free])
     probabilities: Sequence[Sequence[float]] = ()
     if looks.probabilities:
@@ -90,7 +90,7 @@ def estimate_gaps(
     known = replace(known, auc=looks.auc, not_random=not_random(found, num_answers))
     if known.source != "votes":
         return known, [list(own) for own in found]
-    # A model that learned the labels has learned their gaps, so its votes mislead.
+    # A model that learned the labels has learned their gaps, so its votes are misleading.
     if known.not_random:
         why = (
             f"labels are not missing at random ({known.not_random}), so votes do not say what is right, and {looks.why}"
@@ -101,9 +101,9 @@ def estimate_gaps(
 
 
 def right_names(samples: Sequence[Sample], found: Found, num_answers: int) -> Callable[[LabelCandidate], float]:
-    """Return a function. For a cluster, the function gives the probability of a right name, if the place is right. The
-    probability is the fraction of right names among clusters at labels with as many votes. Clusters whose answers all
-    give one name are counted separately. The probability does not fall with more votes."""
+    """Return a function that gives the probability of a right name for a cluster whose position is right. The
+    probability is the fraction of right names among clusters at labels with as many votes. Clusters in which all
+    answers give the same name are counted separately. The probability does not fall with more votes."""
     # First index: 0 for one name, 1 for several; second index: votes - 1
     right, whole = np.zeros((2, num_answers)), np.zeros((2, num_answers))
     for sample, own in zip(samples, found, strict=True):
@@ -115,7 +115,7 @@ def right_names(samples: Sequence[Sample], found: Found, num_answers: int) -> Ca
                 right[at] += sample.objects[overlaps.argmax()].desc == one.object.desc
     overall = (right.sum() + 1) / (whole.sum() + 1)
     pooled = [not_falling(*parts) for parts in zip(right, whole, strict=True)]
-    # With few examples, a value is near the overall one
+    # With few examples, a fraction is close to the fraction over all numbers of votes
     shares = [(parts + overall) / (wholes + 1) for parts, wholes in pooled]
     return lambda one: float(shares[len(one.names) > 1][one.votes - 1])
 
@@ -144,9 +144,9 @@ def _by_probabilities(known: CompletionEstimate, found: Found, num_labels: int, 
             if one.probability is not None:
                 right[one.votes - 1] += one.probability
     precision = right / np.maximum(free, 1)
-    # `may_be_complete` can be wrong, because annotators may have labelled just the objects that a model finds most
-    # surely. With complete labels, pixels gave an estimate of at most 0.34 right ones among the surest clusters without
-    # a label.
+    # `may_be_complete` from votes can be wrong, because annotators may have labelled exactly the objects that the model
+    # finds most easily. With complete labels, pixels gave an estimate of at most 0.34 for the fraction of right ones
+    # among the clusters without a label that have the most votes.
     sure = slice((len(free) - 1) // 2, None)
     is_complete = known.may_be_complete and not (
         free[sure].sum() >= _FEWEST and right[sure].sum() > free[sure].sum() / 2
@@ -167,8 +167,8 @@ def _by_probabilities(known: CompletionEstimate, found: Found, num_labels: int, 
 
 
 def not_random(found: Found, num_answers: int) -> str:
-    """Return a sentence about how labels are not missing at random; "" if there is no sign of it. Only clusters that
-    half of the answers have are counted. Of the clusters without a label, those with a known probability below 0.5
+    """Return a sentence that says in which way labels are not missing at random; "" if there is no sign. Only clusters
+    that half of the answers have are counted. Of the clusters without a label, those with a known probability below 0.5
     are not counted either."""
     sure = [
         (place, one)
@@ -191,7 +191,7 @@ def not_random(found: Found, num_answers: int) -> str:
 
 
 def _features(sure: Sequence[LabelCandidate]) -> NDArray[np.float32]:
-    """Return [N, features]: columns for border, size, shape, place and class."""
+    """Return [N, features]: columns for border, size, shape, position and class."""
     boxes = np.array([bounding_box(one.object) for one in sure], dtype=float)
     width, height = (boxes[:, 2:] - boxes[:, :2]).clip(1).T
     middle = (boxes[:, :2] + boxes[:, 2:]) / 999 - 1

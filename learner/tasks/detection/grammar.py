@@ -22,7 +22,7 @@ NUM_BINS = 1000
 _CACHED_STRINGS = 1 << 12
 GEOMETRY_KINDS: dict[bytes, GeometryKind] = {b"bbox_2d": "bbox_2d", b"poly": "poly"}
 
-# All patterns are possessive (`*+`): they never go back, so reading any answer takes linear time.
+# All patterns are possessive (`*+`), so they do not backtrack, and reading any answer takes linear time.
 JSON_SPACE = b" \t\n\r"
 _WS = rb"[ \t\n\r]*+"
 _NAME = rb'"([^"\\\x00-\x1f]*+)"'  # a field's name; it has no escapes, so names are compared byte by byte
@@ -32,7 +32,7 @@ _SCALAR = rb'[^][{}",: \t\n\r]++'
 # Groups of a field: its name, a string value, the content of a flat list, another value, and the "," or "}" after it.
 _VALUE = rb"(?:(" + _STRING + rb')|\[([^][{}"]*+)\]|(' + _SCALAR + rb"))"
 FIELD = re.compile(_WS + _NAME + _WS + b":" + _WS + _VALUE + _WS + rb"([,}])")
-# Tokens that decide where brackets balance: whole strings, brackets, and a quote that never closes.
+# Parts of a text that decide where brackets balance: whole strings, brackets, and a quote that never closes.
 BALANCE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{}"]', re.DOTALL)
 _NUMBER = rb"[1-9][0-9]{0,17}+"
 OBJECT_NAME = re.compile(rb"object_(" + _NUMBER + rb")")
@@ -49,10 +49,10 @@ class Grammar:
     desc_name: str
     digits: bool
     numbered: bool  # True: each entry has a field `image`
-    open_pattern: re.Pattern[bytes]  # the container's opener; group 1 is the closer if the container is empty
+    open_pattern: re.Pattern[bytes]  # the container's start; group 1 is its closing bracket if it is empty
     entry_pattern: re.Pattern[bytes]  # the text up to an object's "{"; group 1 is the object's name, if `indexed`
-    next_pattern: re.Pattern[bytes]  # the text after an entry; group 1 is ",", the closer, or empty
-    usual_pattern: re.Pattern[bytes]  # a correct entry with fields in the usual order; it makes reading faster
+    next_pattern: re.Pattern[bytes]  # the text after an entry; group 1 is ",", the closing bracket, or empty
+    usual_pattern: re.Pattern[bytes]  # a correct entry with fields in the usual order; used for speed
     list_pattern: re.Pattern[bytes]  # a list that holds only coordinates
 
     def coordinate_text(self, value: int) -> str:
@@ -104,5 +104,5 @@ def decode(string: bytes) -> str | None:
     if "\\" in text:
         text = json.loads(f'"{text}"')
         if any("\ud800" <= char <= "\udfff" for char in text):
-            return None  # half of a surrogate pair
+            return None  # the string has half of a surrogate pair
     return text if text.strip() else None

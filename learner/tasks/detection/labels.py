@@ -104,7 +104,7 @@ def coordinate_labels(
 
 def _labels_of(numbers: Numbers, tokens: Ints, token_ids: Ints) -> tuple[Ints, Ints]:
     """Return the positions of the tokens to learn in N predicted numbers, and their labels. `tokens` [N, W]: the first
-    W tokens of the true number, written in the predicted number's place."""
+    W tokens of the true number, written in place of the predicted number."""
     right = numbers.bin == numbers.wanted
     parting = numbers.start + _first_difference(numbers, tokens, token_ids, right)
     behind = np.where(right, numbers.end, parting + 1)

@@ -43,7 +43,7 @@ class Match(NamedTuple):
 class Overlaps:
     """P predictions of one sample compared with its G objects and its ignore regions."""
 
-    iou: Floats  # [P, G]
+    iou: Floats  # [P, G] IoU of prediction and object
     same: NDArray[np.bool_]  # [P, G] equal names
     inside: Floats  # [P] the largest fraction of a prediction's area that lies in one ignore region of its class
     inside_any: Floats  # [P] the largest fraction of a prediction's area that lies in one ignore region, of any class
@@ -97,9 +97,10 @@ def assign(iou: Floats, feasible: NDArray[np.bool_]) -> list[tuple[int, int, flo
     scipy's rectangular solver (Crouse 2016) maximises the sum of the pairs' values.
     """
     rows, cols = np.nonzero(feasible)
-    # If no row and no column has two feasible pairs, all of them are taken, and the solver is not needed.
+    # If no row and no column has two feasible pairs, all pairs are taken without the solver.
     if len(set(rows.tolist())) < len(rows) or len(set(cols.tolist())) < len(cols):
-        # The added constant is above any sum of IoUs, so one more pair always wins. A value of 0 is as good as no pair.
+        # The added constant is above any sum of IoUs, so a matching with one pair more always has the larger sum. Pairs
+        # with value 0 are dropped.
         rows, cols = linear_sum_assignment(np.where(feasible, iou + (1 + min(iou.shape)), 0.0), maximize=True)
         chosen = feasible[rows, cols]
         rows, cols = rows[chosen], cols[chosen]
@@ -135,8 +136,8 @@ def _gains(one: Overlaps, order: NDArray[np.int64]) -> tuple[Floats, Floats]:
     number = len(order)
     feasible, inside = (one.iou >= RIGHT_IOU) & one.same, one.inside >= RIGHT_IOU
     if (inside & feasible.any(axis=1)).any():
-        # A prediction in an ignore region can also pair with an object. IoU decides whether this or another prediction
-        # gets the pair, so the first k predictions are matched anew for each k.
+        # A prediction in an ignore region can also pair with an object. IoU decides which prediction gets the object,
+        # so the first k predictions are matched anew for each k.
         matches = [one.rows(np.sort(order[:k])).match() for k in range(number + 1)]
         counts = np.array([(len(found.pairs), found.num_judged) for found in matches], dtype=float)
         steps = np.empty((number, 2))

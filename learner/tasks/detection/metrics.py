@@ -1,7 +1,7 @@
 """Detection metrics: counts per sample, ratios of their sums, bootstrap intervals, and COCO's AP as a cross-check.
 
-Counts. In: assignments. Out: a `CountTable` with one row of counts per sample. A bootstrap draws rows. Every metric is
-computed from column sums (a micro average over the whole set), so rows of several ranks or runs can be combined.
+Counts. In: assignments. Out: a `CountTable` with one row of counts per sample. A bootstrap resamples rows. Every metric
+is computed from column sums (a micro average over the whole set), so rows of several ranks or runs can be combined.
 Predictions and labels are matched anew, because the matches of training ignore descriptions. Each IoU threshold has two
 matchings: among pairs with the same description (`tp`), and among all pairs (`tp_any`).
 
@@ -33,9 +33,9 @@ labels are missing, the more F1 favors models that detect few objects. If labels
 both metrics favor models that leave out the same objects. Lee & Liu (2003) choose by recall^2 / (fraction of positive
 answers), which gives the same ranking.
 
-Intervals are percentile bootstrap intervals over scenes (Efron & Tibshirani 1993, ch. 13): scenes are drawn with
-replacement, as many as there are, and the metric is computed on each draw's column sums. To compare two runs, the same
-scenes are drawn for both, so the difficulty of scenes cancels out. The result depends on `seed` only.
+Intervals are percentile bootstrap intervals over scenes (Efron & Tibshirani 1993, ch. 13): as many scenes as there are
+are drawn at random with replacement, and the metric is computed on each draw's column sums. To compare two runs, both
+use the same draws, so the difficulty of scenes cancels out. The result depends on `seed` only.
 
 COCO's AP comes from pycocotools: `coco/ap`, `coco/ap50`, `coco/ap75`, `coco/ar100`. Categories are descriptions.
 Geometry is compared by bounding boxes, in bins (IoU does not change with the scale of an axis). The score of a box
@@ -211,7 +211,7 @@ _ROWS_AT_ONCE = 256  # draws whose weights are held in memory at a time
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """A bootstrap interval. `estimate` is the metric over all scenes, each counted once."""
+    """A bootstrap interval. `estimate`: the metric over all scenes."""
 
     estimate: float
     low: float
@@ -298,7 +298,7 @@ def coco_stats(evaluation: COCOeval | None) -> dict[str, float]:
     with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
         evaluation.accumulate()
         evaluation.summarize()
-    # pycocotools returns -1 where it has nothing to average.
+    # pycocotools returns -1 for a mean over nothing.
     return {name: max(0.0, float(evaluation.stats[i])) for name, i in _STATS.items()}
 
 
@@ -332,7 +332,7 @@ def coco_matches(assignments: Sequence[Assignment], scores: Sequence[Sequence[fl
         # IoU does not change with the scale of an axis, so bins serve as pixels.
         "images": [{"id": i, "width": NUM_BINS, "height": NUM_BINS} for i, _ in enumerate(owners, 1)],
         "categories": [{"id": i, "name": desc} for desc, i in categories.items()],
-        # pycocotools takes a match with id 0 for none.
+        # For pycocotools a match with id 0 means no match, so ids start at 1.
         "annotations": [{"id": n, **box} for n, box in enumerate(boxes, 1)],
     }
     given = [1.0] * len(predicted) if scores is None else [score for own in scores for score in own]
@@ -344,7 +344,7 @@ def coco_matches(assignments: Sequence[Assignment], scores: Sequence[Sequence[fl
         reference.dataset = dataset
         reference.createIndex()
         evaluation = COCOeval(reference, reference.loadRes(results), iouType="bbox")
-        # By default COCO also matches small, medium and large objects by themselves, which takes three quarters of its
+        # By default COCO also matches small, medium and large objects separately, which takes three quarters of its
         # time.
         evaluation.params.areaRng, evaluation.params.areaRngLbl = evaluation.params.areaRng[:1], ["all"]
         evaluation.evaluate()

@@ -1,4 +1,5 @@
-"""Parses a rollout strictly. In: its tokens. Out: its objects, and its prefix: the tokens that a tail will follow.
+"""Parses a rollout strictly. In: its tokens. Out: its objects, and its prefix: the tokens that are kept, before an
+appended tail.
 
 Invariants: the prefix is `response_token_ids[:prefix_length]`, never edited. `tail_opening` is the text with which the
 tail must begin. The prefix and `tail_opening` together end right after a closed object. Every reported object lies
@@ -6,11 +7,11 @@ before the tail, and all tokens of its coordinates are in the prefix.
 
 1. `read_answer` reads the text into entries, one `Entry` per syntactically closed object. An object is *closed* if its
    brackets balance outside strings. The text after a closed object can be read, whatever the object holds. Nothing is
-   repaired: a wrong object is dropped with one reason, and reading goes on after it. Within an object, fields are read
-   until the first unreadable one. Reading stops where no next object can be read, because the answer ends or has a
+   repaired: a wrong object is dropped with one reason, and reading continues after it. Within an object, fields are
+   read until the first unreadable one. Reading stops where no next object can be read, because the answer ends or has a
    syntax error between objects (a missing comma, an entry that is not an object, unbalanced brackets). The rest of the
    text counts as one object, dropped as `truncated`.
-2. `token_coordinates` or `digit_coordinates` finds all coordinates of the answer at once, in order. Some results only
+2. `token_coordinates` or `digit_coordinates` finds all coordinates of the answer at once, in order. Some of these only
    look like coordinates (digits in a description, a coordinate token between two objects). `classify` uses only the
    numbers of lists that `read_answer` has read.
 3. `classify` decides for every entry whether it is an object, or why it is dropped. An answer has dozens of entries,
@@ -30,9 +31,9 @@ before the tail, and all tokens of its coordinates are in the prefix.
 
 4. The prefix ends after the last closed object. Dropped objects count too, because they stay in the text. One token may
    hold both the end of an object and text after it (`}, "`, `]}}`, `"}]`). Then the prefix ends before that token, and
-   `tail_opening` repeats the token's bytes up to the end of the object. The token's bytes are repeated only if they are
-   structure: brackets, whitespace, a description's closing quote. If these bytes hold a coordinate or text of the
-   description, the prefix ends at the object before, and later objects are not part of the result.
+   `tail_opening` repeats the token's bytes up to the end of the object. This is done only if these bytes are structure:
+   brackets, whitespace, a description's closing quote. If these bytes hold a coordinate or text of the description, the
+   prefix ends at the object before, and later objects are not part of the result.
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ def token_coordinates(text: TokenText, bin_of_token: NDArray[np.int64]) -> Coord
 
 
 def digit_coordinates(text: TokenText) -> Coordinates:
-    """Return the runs of digits that do not continue a word. The text begins with a container's opener, so never with a
-    digit. The bin of a run of more than three digits is undefined."""
-    # The blank ends a number that the text ends with.
+    """Return the runs of digits that do not continue a word. The text begins with a container's opening bracket, never
+    with a digit. The bin of a run of more than three digits is undefined."""
+    # The added blank ends a number at the end of the text.
     chars = np.frombuffer(text.data + b" ", dtype=np.uint8)
     digits = chars - ord("0")  # other characters wrap around to 10 or more
     is_digit = digits < 10
@@ -122,8 +123,8 @@ class Reading:
     """The result of reading one answer."""
 
     opened: bool = False
-    closed: bool = False  # True: the container's own closer was read
-    clean: bool = False  # True: only whitespace follows the closer
+    closed: bool = False  # True: the container's closing bracket was read
+    clean: bool = False  # True: only whitespace follows the closing bracket
     truncated: bool = False  # True: some text was cut off
     entries: list[Entry] = field(default_factory=list)
 
@@ -143,7 +144,7 @@ def read_answer(data: bytes, grammar: Grammar) -> Reading:
     read_usual, add = grammar.usual_pattern.match, reading.entries.append
     follows = b","
     while follows == b",":
-        # A correct entry is read by one match, and all coordinates are found at once. This halved the time of parsing.
+        # A correct entry is read by one match, and all coordinates are found at once. This halves the time of parsing.
         usual = read_usual(data, pos)
         if usual:
             number, string, geometry, image, follows = usual.group("number", "desc", "kind", "image", "follows")
@@ -157,7 +158,7 @@ def read_answer(data: bytes, grammar: Grammar) -> Reading:
             return reading
         add(entry)
         separator = grammar.next_pattern.match(data, entry[0])
-        assert separator is not None  # the pattern matches empty text too
+        assert separator is not None  # always matches: the pattern accepts empty text
         follows, pos = separator[1], separator.end()
     if follows:
         _close(reading, data, pos)
@@ -237,15 +238,15 @@ def _entry(
 
 
 def closing_brace(data: bytes, start: int) -> int | None:
-    """Return the offset after the bracket that closes the one at `start`; None if no bracket does, or if brackets
-    cross."""
+    """Return the offset after the bracket that closes the one at `start`; None if there is no such bracket, or if
+    brackets cross."""
     stack: list[bytes] = []
     for match in BALANCE.finditer(data, start):
         mark = match[0]
         if mark in _CLOSER:
             stack.append(_CLOSER[mark])
         elif mark == b'"':
-            return None  # a string that never ends
+            return None  # a string has no end
         elif mark in (b"}", b"]"):
             if stack.pop() != mark:
                 return None
@@ -275,7 +276,7 @@ def classify(
         num_listed = np.fromiter(map(data.count, repeat(b","), begins, ends), dtype=np.int64, count=len(entries)) + 1
     # numpy's `take` refuses an empty array.
     bins = coordinates.slots.bin if len(coordinates.slots.bin) else np.zeros(1, dtype=np.int64)
-    # Lists with fewer than four numbers get wrong corners here, and are left out of `boxes` below.
+    # Lists with fewer than four numbers get meaningless corners here, and are left out of `boxes` below.
     corners = bins.take(first[:, None] + _FOUR, mode="clip")
     x1, y1, x2, y2 = corners.T
     boxes = (behind - first == 4) & (num_listed == 4) & (x1 < x2) & (y1 < y2)
@@ -284,7 +285,8 @@ def classify(
     columns = zip(descs, repeat("bbox_2d"), map(tuple, corners.tolist()), repeat(None), repeat(None), strict=False)
     objects = map(_detection, columns)
     outcomes: list[Outcome] = list(map(_predicted, zip(objects, slots, places, strict=True)))
-    # If all entries are boxes without a fault (the usual case), only boxes with wrong numbers are looked at one by one.
+    # If all entries are boxes without a fault (the usual case), only boxes with wrong numbers are classified one by
+    # one.
     usual = faults.count(None) == geometries.count(b"bbox_2d") == len(entries) and all(descs)
     for i in np.flatnonzero(~boxes).tolist() if usual else range(len(entries)):
         outcomes[i] = faults[i] or _classify(entries[i], int(num_listed[i]), slots[i], coordinates)
@@ -330,7 +332,7 @@ def _refuse_keys(numbers: Sequence[int], outcomes: list[Outcome]) -> None:
         met.add(number)
 
 
-# Brackets and whitespace after an object's end. A quote can only close a description, so it comes first.
+# Brackets and whitespace after an object's end. An optional quote comes first: it can only close a description.
 _STRUCTURE = re.compile(rb'"?[\]} \t\n\r]*+')
 
 
@@ -384,8 +386,8 @@ def _dropped(text: TokenText, reading: Reading, outcomes: Sequence[Outcome]) -> 
 
 def _cut(text: TokenText, entries: list[Entry], grammar: Grammar) -> tuple[int, int, str]:
     """Return the number of kept entries, the number of kept tokens, and the text with which the appended tail must
-    begin. This text is the last bytes of the last kept entry if its last token is cut off, the container's opener if no
-    entry is kept, and "" otherwise."""
+    begin. This text is the last bytes of the last kept entry if its last token is cut off, the container's opening text
+    if no entry is kept, and "" otherwise."""
     for kept in range(len(entries), 0, -1):
         end = entries[kept - 1][0]
         length = text.tokens_until(end)

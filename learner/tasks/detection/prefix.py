@@ -1,5 +1,5 @@
-"""Chooses the part of an answer that becomes the prefix of Y_train (`loss.prefix_end`). Also finds the place where an
-answer should have ended.
+"""Chooses the part of an answer that becomes the prefix of Y_train (`loss.prefix_end`). Also finds the position at
+which an answer should have ended.
 
     last_object   up to the answer's last complete object: the default Y_train
     last_match    up to the last prediction that matched. Unmatched predictions after it are replaced by the missed
@@ -9,12 +9,12 @@ answer should have ended.
 
 The prefix is always the rollout's own token ids, and every missed object is appended. If labels are incomplete,
 `first_miss` cuts off predicted objects that have no label, and the ground truth that follows teaches the model to leave
-them out. With `loss.keep_unmatched` these objects stay in their places, without loss.
+them out. With `loss.keep_unmatched` these objects stay in the answer, without loss.
 
 `overrun_label` (`loss.overrun_close_weight`) is for answers that continue after they have found every object. The loss
-on Y_train does not teach the model to stop there: unmatched predictions have weight 0, and the closer is taught only
-after them. So such answers become more frequent. But one label is certain: at the place where the answer should have
-ended, it is the token that would have closed the answer.
+on Y_train does not teach the model to stop there: unmatched predictions have weight 0, and the closing token is taught
+only after them. So such answers become more frequent. But one label is certain: at the position where the answer should
+have ended, the label is the token that closes the answer.
 
 In: an `Assignment`. Out: the `Assignment` of the shorter answer, and the unmatched predictions that were cut off; or
 the position where the answer should have ended, and its label. No side effects.
@@ -82,7 +82,7 @@ def apart(
     objects: Sequence[DetectionObject], others: Sequence[DetectionObject], parsed: ParsedRollout, task: ObjectTask
 ) -> list[DetectionObject]:
     """Return the `objects` that match none of `others`, even if each of `others` could be matched several times."""
-    # One matching pairs each item of `others` at most once, so matching is repeated until nothing matches.
+    # A matching pairs each item of `others` at most once, so it is repeated until it finds no pair.
     left = list(objects)
     while (again := overlaps(left, others, parsed, task)).pairs:
         left = [left[i] for i in again.spurious]
@@ -96,7 +96,8 @@ def up_to_object(parsed: ParsedRollout, index: int, task: ObjectTask) -> ParsedR
     """
     rollout = parsed.rollout
     length = int(parsed.slots.end[parsed.objects[index].slots[-1]]) if index >= 0 else 0
-    # An object ends after its last coordinate, with brackets at least, so tokens are added until it is read.
+    # An object ends some tokens after its last coordinate (at least brackets), so tokens are added until the parser
+    # reads the object.
     while True:
         begun = task.parse(replace(rollout, response_token_ids=rollout.response_token_ids[:length]))
         if len(begun.objects) > index:
@@ -121,8 +122,8 @@ def _cut(assignment: Assignment, last: int, task: ObjectTask) -> Assignment:
 
 
 def overrun_label(assignment: Assignment, task: ObjectTask, tokenizer: Tokenizer) -> tuple[int, int] | None:
-    """Find where an answer should have ended, because all objects were found, and did not. Return (position in the
-    prefix, token that would have begun to close the answer there).
+    """Find the position at which an answer had found all objects, but did not end. Return (position in the prefix,
+    token that would have begun to close the answer there).
 
     Return None if a labelled object was not found, or if the last matched object does not end at the end of a token.
     Return None also if nothing follows this object: then Y_train itself continues there with the closing tokens.

@@ -3,12 +3,12 @@
 In: samples with labels, and each model's boxes. Out: how many boxes of each model are right, and F1@0.5 for any assumed
 number of objects in the photographs.
 
-1. A box is right if it has a label's name and place, one-to-one (IoU >= 0.5). A box is wrong if it is near a label
+1. A box is right if it matches a label of the same name, one-to-one (IoU >= 0.5). A box is wrong if it is near a label
    without matching it, or is a second box on one object. For any other box, the probability that it is right is
    estimated from the box's pixels (`appearance`) and from the fraction of right names among the model's boxes at
-   labels. A person's verdicts (`audit`) may correct the estimate. Each model's share (the fraction of its other boxes
-   that are right) is shrunk towards the share of the first model, because with a few hundred boxes the error of a share
-   is as large as the difference between models.
+   labels. A person's verdicts (`audit`) may correct the estimate. For each model the fraction of these other boxes that
+   are right is shrunk towards the fraction of the first model, because with a few hundred boxes its error is as large
+   as the difference between models.
 2. The number of objects is not known, because some have no label and no model found them. But the number of objects is
    the same for all models. So F1 = 2 right / (boxes + objects) is computed for a range of numbers of objects: from the
    right boxes of all models together to `MOST_OBJECTS` times as many. If the order of two models changes within the
@@ -35,13 +35,13 @@ from learner.tasks.detection.completion import candidates
 from learner.tasks.detection.gaps import right_names
 from learner.tasks.detection.metrics import Interval, interval_of
 
-# On blood cells the true ratio is 1.3.
+# On blood cells the true number was 1.3 times this.
 MOST_OBJECTS = 2.0  # max number of objects in the photographs, per right box of all models together.
 # Labels count as having gaps if there are at least this many right boxes without a label, per label.
 GAPS = 0.1
-# With complete labels this fraction was at most 0.34.
+# In tests with complete labels this fraction was at most 0.34.
 CREDIBLE = 0.4  # min fraction of right boxes among the boxes without a label
-MOST_SCENES = 300  # max scenes whose pixels are read; more take time and change little
+MOST_SCENES = 300  # max scenes whose pixels are read; more scenes take time and change little
 DRAWS = 2000
 _THREADS = 4
 
@@ -71,13 +71,13 @@ class GapScore:
 
 
 class GapJudge:
-    """Scores models on the same samples, whose labels have gaps. If these labels cannot rank models, `why` says why
-    not."""
+    """Scores models on the same samples, whose labels have gaps. `why`: the reason if these labels cannot rank
+    models."""
 
     def __init__(self, samples: Sequence[Sample], open_image: Open, audited: Sequence[AuditedFind] = ()) -> None:
         self._samples, self._open, self._audited = samples, open_image, audited
         self._looks: Looks | None = None
-        self.shares: Shares = {}  # shares of right and misplaced boxes of the first model
+        self.shares: Shares = {}  # fractions of right and misplaced boxes of the first model (`appearance`)
         self.why = ""
 
     @property
@@ -94,7 +94,7 @@ class GapJudge:
             # All models have the same labels, so their crops and classifiers are made once.
             if self._looks is None:
                 self._looks = Looks(list(pool.map(lambda one: crops_of(one, [], self._open, share), self._samples)))
-            # With a share of 0, no crops of labels are read, because they are known already.
+            # With `share` 0, no crops of labels are read, because the first model's call has read them.
             boxed = [[one.object for one in own] for own in free]
             finds = list(pool.map(lambda one, own: crops_of(one, own, self._open, 0.0).finds, self._samples, boxed))
         looks = self._looks.judge(finds, [[1] * len(own) for own in free], self.shares or None)

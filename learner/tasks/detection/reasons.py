@@ -1,4 +1,4 @@
-"""Explains a score near 0 in one line: what the answers have in common, and what to do about it.
+"""Explains a score near 0 in one line: a fault that most answers have, and the remedy.
 
 In: matched answers to an evaluation's samples, and their metrics. Out: (what, remedy); None if the score is not near 0,
 or if the samples have no objects. No side effects.
@@ -17,7 +17,7 @@ from learner.tasks.detection.grammar import NUM_BINS
 
 NEAR_ZERO = 0.02  # an F1@0.5 below this counts as near 0
 _MOST = 0.5  # min fraction of the answers, or of the boxes, that a reason must explain
-_WHOLE = 0.8  # a box with at least this fraction of its image's area is called whole
+_WHOLE = 0.8  # a box with at least this fraction of its image's area counts as the whole image
 _SHOWN = 160  # max characters that are shown of an answer
 
 

@@ -1,4 +1,4 @@
-"""Computes rewards of detection answers, and what each object adds (`reward.weights`, `grpo.credit: object`).
+"""Computes rewards of detection answers, and the part of each object (`reward.weights`, `grpo.credit: object`).
 
 In: an assignment. Only its parsed answer is used, because each reward makes its own one-to-one matching. Out: numbers
 from 0 to 1 by name, larger for better answers.
@@ -11,8 +11,7 @@ from 0 to 1 by name, larger for better answers.
     format      1 if the answer is one closed container without a dropped object, else 0
 
 Every match is one-to-one, so a duplicate is a false prediction. Predictions in ignore regions that match nothing do not
-count. An empty answer to a scene without objects is right: 1. The formulas are the ones of `metrics.py`, for one
-sample.
+count. An empty answer to a scene without objects is right: 1. The formulas are those in `metrics.py`, for one sample.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from learner.tasks.detection.match import Overlaps
 from learner.tasks.detection.metrics import THRESHOLDS
 from learner.tasks.tokens import TokenPieces, TokenText
 
-BY_OBJECT = ("f1", "f1_miou", "soft_iou", "count", "class_only")  # rewards that are known after each object
+BY_OBJECT = ("f1", "f1_miou", "soft_iou", "count", "class_only")  # rewards that can be computed after each object
 
 
 def answer_rewards(parsed: ParsedRollout, names: Collection[str]) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Computes a score for every box: the probability that it is right, from several features.
 
-In: the parsed answers to one image, the greedy one first, then K drawn ones (K may be 0). Out: candidates with scores.
-A candidate is a box of the greedy answer, or a cluster of boxes of drawn answers that the greedy answer lacks
-(`agreement.py`). Each has `FEATURES`: probabilities of its tokens, agreement of the answers, size and place. A
+In: the parsed answers to one image, the greedy answer first, then K sampled answers (K may be 0). Out: candidates with
+scores. A candidate is a box of the greedy answer, or a cluster of boxes of sampled answers that the greedy answer lacks
+(`agreement.py`). Each has `FEATURES`: probabilities of its tokens, agreement of the answers, size and position. A
 `Calibration`, fitted on validation images (`calibrate.py`), turns features into the probability that the box is right:
 IoU at least 0.5 with an object of the same name. Without a calibration the score only ranks boxes: it rises with the
 probability of their tokens.
@@ -32,8 +32,8 @@ from shared.validation import read_if_there
 
 FEATURES = (
     "greedy",  # 1: the greedy answer has the object
-    "share",  # fraction of the drawn answers that have the object
-    "tight",  # mean IoU of the drawn boxes with this box
+    "share",  # fraction of the sampled answers that have the object
+    "tight",  # mean IoU of the boxes in sampled answers with this box
     "named",  # fraction of the answers with the object that give it this name
     "name_logprob",  # log-probability of the name, mean over the answers with the object
     "coord_logprob",  # log-probability of the coordinates, mean over coordinates and answers
@@ -41,13 +41,13 @@ FEATURES = (
     "log_area",
     "log_aspect",  # logarithm of width over height
     "edge",  # distance to the nearest edge of the image, as a fraction of the image's side
-    "place",  # place in the answer, from 0 (first object) to 1 (last)
+    "place",  # position in the answer, from 0 (first object) to 1 (last)
     "count",  # log(1 + mean number of objects per answer)
     "overlap",  # the largest IoU with another candidate
     "overlap_same",  # the largest IoU with another candidate of the same name
     "rivals",  # the largest fraction of the answers that have an overlapping candidate
 )
-_LEAST = -12.0  # min log-probability of a feature, in nats; lower values are raised to it.
+_LEAST = -12.0  # min log-probability of a feature, in nats; lower values are set to this.
 # Without a calibration, a log-probability of -4 nats (a probability of 0.02) gives a score of 0.5.
 _HALF_NATS = 4.0
 
@@ -63,7 +63,7 @@ class ScoreCandidate(NamedTuple):
 
 class ObjectLogprobs(NamedTuple):
     """Log-probabilities of one object in its answer, in nats: of the name, of the coordinates (mean), and of the least
-    probable coordinate. `place` is the object's place in the answer, from 0 (first) to 1 (last)."""
+    probable coordinate. `place`: the object's position in the answer, from 0 (first) to 1 (last)."""
 
     name: float
     coords: float
@@ -72,7 +72,7 @@ class ObjectLogprobs(NamedTuple):
 
 
 def candidates(answers: Sequence[ParsedRollout], pieces: TokenPieces) -> list[ScoreCandidate]:
-    """Return the boxes of one image that get a score. `answers`: the greedy answer, then the drawn ones."""
+    """Return the boxes of one image that get a score. `answers`: the greedy answer, then the sampled ones."""
     drawn = len(answers) - 1
     objects = [[predicted.object for predicted in answer.objects] for answer in answers]
     clusters = (
@@ -95,7 +95,7 @@ def candidates(answers: Sequence[ParsedRollout], pieces: TokenPieces) -> list[Sc
 
 
 def told_of(answer: ParsedRollout, pieces: TokenPieces) -> list[ObjectLogprobs]:
-    """Return log-probabilities and place of each object of an answer. Unknown log-probabilities are 0."""
+    """Return log-probabilities and position of each object of an answer. Unknown log-probabilities are 0."""
     number = len(answer.objects)
     logprobs = answer.rollout.logprobs
     places = [i / max(1, number - 1) for i in range(number)]
@@ -123,8 +123,8 @@ def _support(
     cluster: Cluster, obj: DetectionObject, told: Sequence[Sequence[ObjectLogprobs]], drawn: int
 ) -> list[float]:
     """Return how well the answers support the object: the features `greedy` to `coord_least` of FEATURES. These are:
-    whether the greedy answer has the object, its share of votes, its mean IoU with the drawn boxes, its name's share,
-    and mean log-probabilities of its name and coordinates."""
+    whether the greedy answer has the object, its fraction of the votes, its mean IoU with the boxes of sampled answers,
+    its name's fraction, and mean log-probabilities of its name and coordinates."""
     in_greedy, votes = _votes(cluster)
     own = [told[m.answer][m.place] for m in cluster.members]
     others = [m.object for m in cluster.members if m.answer]
@@ -169,7 +169,7 @@ class ScoredObject(NamedTuple):
 
 
 class Calibration(BaseModel):
-    """A logistic regression. `weights` has a weight for each column of `design`. `samples` is K, the number of drawn
+    """A logistic regression. `weights` has a weight for each column of `design`. `samples` is K, the number of sampled
     answers per image. `threshold` is the score with the best F1 on the images of the fit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -276,8 +276,8 @@ def token_scores(parsed: ParsedRollout, pieces: TokenPieces) -> list[float]:
 
 
 def raw_scores(features: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return [N]: the probability of name and coordinates. For a candidate that drawn answers have, return the mean of
-    this probability and the fraction of drawn answers that have it."""
+    """Return [N]: the probability of name and coordinates. For a candidate in sampled answers, return the mean of this
+    probability and the fraction of sampled answers that have it."""
     column = {name: features[:, i] for i, name in enumerate(FEATURES)}
     tokens = np.exp(column["name_logprob"] + column["coord_logprob"])
     return np.where(column["share"] > 0, (column["share"] + tokens) / 2, tokens * column["greedy"])

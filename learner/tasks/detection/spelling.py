@@ -1,11 +1,11 @@
-"""Spells the thousand coordinates in a tokenizer's tokens, alone and in the place of another number.
+"""Spells the thousand coordinates in a tokenizer's tokens, alone and in place of another number.
 
-In: numbers of an answer, and the answer's tokens. Out: the tokens that the true numbers would have in these places. One
-call handles all numbers of an answer, because there are hundreds.
+In: numbers of an answer, and the answer's tokens. Out: the tokens that the true numbers would have in these positions.
+One call handles all numbers of an answer, because there are hundreds.
 
-Digits may be fused with their surroundings (`[1`, `0, 2`, `7]}`). Then the ground-truth number is tokenized in the
-predicted number's place, between the same characters, up to the end of the token after the number. If the tokenizer
-never fuses digits with other characters (`tokens.py`), a number has the same tokens everywhere.
+Digits may be fused with their surroundings (`[1`, `0, 2`, `7]}`). Then the ground-truth number is tokenized in place of
+the predicted number, between the same characters, up to the end of the token after the number. If the tokenizer never
+fuses digits with other characters (`tokens.py`), a number has the same tokens everywhere.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from learner.extensions import Tokenizer
 from learner.tasks.tokens import TokenPieces, pieces_of
 
 NO_TOKEN = -1
-# Number of compared tokens. A number has at most three characters, so a difference shows in the token after it at the
-# latest.
+# Number of compared tokens. A number has at most three characters, so two numbers differ at the latest in the token
+# after the number.
 WINDOW = 4
 _NUM_BINS = 1000
 _MAX_PLACES = 1 << 10
@@ -74,8 +74,8 @@ class Spelling:
         self._num_tokens = (self._alone != NO_TOKEN).sum(axis=-1)
         self._table = Lock()
         self._places: dict[_Context, int] = {}
-        # [place, bin, W] the first tokens of each number in each place, filled on demand. An answer needs hundreds of
-        # these tokens.
+        # [place, bin, W] the first tokens of each number in each context (`_Context`), filled on demand. An answer
+        # needs hundreds of these tokens.
         self._tokens = np.full((1, _NUM_BINS, WINDOW), _NOT_MET, dtype=np.int32)
 
     def are_single(self, numbers: Numbers, token_ids: Ints) -> bool:
@@ -83,7 +83,7 @@ class Spelling:
         return len(self.single_tokens) > 0 and bool((token_ids[numbers.start] == self.single_tokens[numbers.bin]).all())
 
     def tokens_in_place(self, numbers: Numbers, token_ids: Ints) -> Ints:
-        """Return the first tokens [N, W] of each true number in the predicted number's place; NO_TOKEN after the
+        """Return the first tokens [N, W] of each true number in place of the predicted number; NO_TOKEN after the
         last."""
         if not len(self._alone):
             return self._fused_tokens(numbers, token_ids)
@@ -117,15 +117,15 @@ class Spelling:
         return np.asarray(self._tokens[places, wanted] if len(unmet) else tokens, dtype=np.int64)
 
     def _index_of(self, place: _Context) -> int:
-        """Return the row of `place` in the table of tokens; a new place gets a new row."""
+        """Return the row of the context `place` in the table of tokens; a new context gets a new row."""
         index = self._places.setdefault(place, len(self._places))
         if index == len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.full_like(self._tokens, _NOT_MET)])
         return index
 
     def _encode(self, place: _Context, value: int) -> tuple[int, ...]:
-        """Return the first tokens that `value` has in this place. If the place cuts a character of the surrounding text
-        in two, this character is left out."""
+        """Return the first tokens that `value` has in this context. If the context cuts a character of the surrounding
+        text in two, this character is left out."""
         left = self._pieces[place.before][: place.lead] if place.lead else b""
         right = (self._pieces[place.last][-place.tail :] if place.tail else b"") + self._pieces[place.after]
         text = left.decode(errors="ignore") + self._texts[value] + right.decode(errors="ignore")

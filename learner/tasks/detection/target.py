@@ -48,7 +48,7 @@ def build_target(
     """
     whole = assignment
     # The answer is cut earlier, because missed objects that are appended after its last object would teach a good model
-    # to go back in the order, and to go on where it should end.
+    # to go back in the order, and to continue where it should end.
     if loss.prefix_end != "last_object":
         cut = up_to_last_match if loss.prefix_end == "last_match" else up_to_first_miss
         assignment = cut(assignment, task)
@@ -60,7 +60,7 @@ def build_target(
     tail = task.serialize(objects, after=parsed)
     prefix = parsed.token_ids[: parsed.prefix_length]
     target = _with_tail(prefix, tail, pieces_of(tokenizer), loss.desc_weight, untaught)
-    # One token more, because a number at the prefix's end may differ only there
+    # One token more is read, because a number at the prefix's end may differ only in the next token
     read = target.token_ids[: len(prefix) + 1]
     positions, labels = coordinate_labels(assignment, read, task.coordinate_text, tokenizer)
     target.labels[positions] = labels
@@ -114,8 +114,8 @@ def _with_tail(
     desc_weight: float,
     untaught: Collection[int] = (),
 ) -> Target:
-    """Return prefix, tail and EOS. The prefix has no labels. Tail and EOS have labels, except the tail's objects at the
-    places `untaught`."""
+    """Return prefix, tail and EOS. The prefix has no labels. Tail and EOS have labels, except the tail's objects with
+    the indices `untaught`."""
     text = tokens_of(tail.text, pieces)
     target = continued(prefix, text, pieces.tokenizer.eos_token_id)
     token_ids, weights = target.token_ids, target.loss_weights

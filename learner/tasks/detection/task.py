@@ -110,7 +110,8 @@ class DetectionTask(Task):
         return prefix_rewards(assignment, weights, self._pieces)
 
     def scene(self, assignment: Assignment) -> dict[str, object]:
-        """Return what the report draws: truth and predictions in bins, scores of the predictions, pairs and drops."""
+        """Return the content of the report's picture: truth and predictions in bins, scores of the predictions, pairs
+        and drops."""
         parsed = assignment.parsed
         sample = parsed.rollout.sample
         return {
@@ -158,7 +159,7 @@ class DetectionTask(Task):
         else:
             try:
                 scores = cross_fitted(found, samples)
-            # Too few boxes for a fit: AP then uses the probabilities of the tokens.
+            # There are too few boxes for a fit, so AP uses the probabilities of the tokens.
             except DataError:
                 return assignments
         return [replace(one, scores=tuple(own.tolist())) for one, own in zip(assignments, scores, strict=True)]

@@ -59,7 +59,7 @@ def _write(obj: DetectionObject, number: int, grammar: Grammar) -> tuple[str, st
 
 @lru_cache(maxsize=_CACHED_DESCS)
 def escaped(desc: str) -> str:
-    """Return the description as it stands inside a JSON string's quotes."""
+    """Return the description as the inside of a JSON string, without its quotes."""
     return json.dumps(desc, ensure_ascii=False)[1:-1]
 
 
