@@ -21,7 +21,6 @@ from shared.errors import ProjectError, error_classes
 PROTOCOL_VERSION = 8
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # environment variable with the bearer token, for both programs
 SERVER_ID_VARIABLE = "ROLLOUT_SERVER_ID"  # environment variable with the id that a server reports about itself
-JOB_VARIABLE = "ROLLOUT_JOB"  # environment variable with the id of a learner's job; a restart with the same id resumes
 NDJSON = "application/x-ndjson"  # one JSON object per line
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from typing import Any
 
 from deploy.places.objects import dump
 from deploy.places.plan import Plan, image_mistakes
+from learner.run.output_dir import JOB_VARIABLE
 from shared.config.model import Mistake
-from shared.wire import JOB_VARIABLE
 
 HTTP_PORT = 8000
 USER = 10001  # user id in the containers, as in deploy/docker/Dockerfile

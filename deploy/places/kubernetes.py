@@ -25,8 +25,8 @@ from deploy.places.plan import (
     ServerPlan,
     image_mistakes,
 )
+from learner.run.output_dir import JOB_VARIABLE
 from shared.config.model import Mistake
-from shared.wire import JOB_VARIABLE
 
 Object = dict[str, Any]
 

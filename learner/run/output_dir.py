@@ -21,11 +21,11 @@ from learner.run.best import BEST_FILE, BEST_LINK
 from learner.run.files import why_unwritable, write_atomically, writing
 from learner.run.lock import LOCK, locked
 from shared.errors import ConfigError, ProjectError
-from shared.wire import JOB_VARIABLE
 
 if TYPE_CHECKING:
     from learner.policy.parallel import Ranks
 
+JOB_VARIABLE = "ROLLOUT_JOB"  # environment variable with the id of a learner's job; a restart with the same id resumes
 KEY = "training.output_dir"
 RESUME_KEY = "training.resume_from_checkpoint"
 LABELS = "labels"  # folder of completed labels, in the run directory

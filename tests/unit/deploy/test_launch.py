@@ -22,7 +22,7 @@ from deploy.launch_file import LearnerLaunch, load_launch_config
 from learner.__main__ import main as learner_main
 from learner.config.load import load_config
 from learner.run.lock import locked
-from learner.run.output_dir import JOB
+from learner.run.output_dir import JOB, JOB_VARIABLE
 from rollout_server.config import load_server_config
 from shared import waits
 from shared.addresses import free_port, listen
@@ -30,7 +30,6 @@ from shared.config.checks import READY
 from shared.config.model import ConfigErrors, Mistake
 from shared.config.parse import write_yaml
 from shared.errors import DeadlineError
-from shared.wire import JOB_VARIABLE
 from tests.servers import wait_gone
 from tests.tiers import slow
 from tests.unit.learner.config.examples import SERVER, changed, minimal

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from learner.__main__ import main
 from learner.doctor.check import run_check
 from learner.run.lock import locked
-from learner.run.output_dir import JOB
+from learner.run.output_dir import JOB, JOB_VARIABLE
 from shared.config.parse import dump_yaml
-from shared.wire import JOB_VARIABLE, ErrorBody
+from shared.wire import ErrorBody
 from tests.examples import examples
 from tests.unit.learner.config.examples import ROLLOUT, SERVER, changed, everything, minimal, stage2
 from tests.unit.learner.rollout.fakes import status
