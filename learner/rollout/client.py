@@ -82,11 +82,8 @@ class Timeouts:
     """A client's deadlines in seconds. `infer_s`: for an `/infer/` call; None: computed from the server's speed."""
 
     connect_s: float
-    read_s: float
-    write_s: float
-    pool_s: float
     infer_s: float | None
-    gone_s: float  # a server counts as gone after `/health/` was silent for this time
+    gone_s: float  # any other wait; a server counts as gone after `/health/` was silent for this time
     poll_s: float = POLL_S  # time between two calls of `/health/`
 
     @classmethod
@@ -95,9 +92,6 @@ class Timeouts:
         or less counts as None. With more than 160 servers, each server's `/health/` is called less often."""
         return cls(
             connect_s=min(10.0, timeout_s),
-            read_s=timeout_s,
-            write_s=timeout_s,
-            pool_s=timeout_s,
             infer_s=infer_timeout_s if infer_timeout_s is not None and infer_timeout_s > 0 else None,
             gone_s=timeout_s,
             poll_s=min(max(POLL_S, num_servers / MAX_LOOKS_PER_S), timeout_s / 4),
@@ -288,12 +282,8 @@ class ServerClient:
         limit_s = call.timeout_s + REPLY_GRACE_S
 
         async def late(health_age_s: float) -> None:
-            raise DeadlineError(
-                f"{self.base_url}: {path} did not answer in time",
-                found=f"no answer after {limit_s:g} s; /health/ answered {health_age_s:.1f} s ago",
-                wanted=f"an answer within the {call.timeout_s:g} s that it was given",
-                remedy=f"look at the server's log, or raise {SERVER}.timeout_s",
-            )
+            found = f"no answer after {limit_s:g} s; /health/ answered {health_age_s:.1f} s ago"
+            raise self._too_late(path, found, f"the {call.timeout_s:g} s that it was given")
 
         silent_s = (patience or self.timeouts.patience(has_others=False)).silent_s
         sending = self._send_once(path, call, read_s=limit_s)
@@ -310,7 +300,7 @@ class ServerClient:
         await self._http.aclose()
 
     async def _look(self, path: str) -> None:
-        await self._send_once(path, read_s=min(HEALTH_TIMEOUT_S, self.timeouts.read_s))
+        await self._send_once(path, read_s=min(HEALTH_TIMEOUT_S, self.timeouts.gone_s))
 
     async def _get(self, path: str, reply: type[T]) -> T:
         response = await self._send_once(path)
@@ -343,8 +333,8 @@ class ServerClient:
 
     async def _send(self, path: str, body: BaseModel | None = None, *, read_s: float | None = None) -> httpx.Response:
         """Send one call, a GET without a body, and return the response, whatever its status. `read_s`: deadline for
-        reading; None: `timeouts.read_s`. Raises DeadlineError or ServerUnreachableError."""
-        read_s = self.timeouts.read_s if read_s is None else read_s
+        reading; None: `timeouts.gone_s`. Raises DeadlineError or ServerUnreachableError."""
+        read_s = self.timeouts.gone_s if read_s is None else read_s
         async with self._errors(path, read_s):
             return await self._http.request(
                 "GET" if body is None else "POST",
@@ -355,26 +345,20 @@ class ServerClient:
             )
 
     def _timeout(self, read_s: float) -> httpx.Timeout:
-        t = self.timeouts
-        return httpx.Timeout(connect=t.connect_s, read=read_s, write=t.write_s, pool=t.pool_s)
+        return httpx.Timeout(self.timeouts.gone_s, connect=self.timeouts.connect_s, read=read_s)
 
     @asynccontextmanager
     async def _errors(self, path: str, read_s: float) -> AsyncIterator[None]:
         """Raise DeadlineError or ServerUnreachableError instead of an error of httpx in the block, which calls
         `path`."""
-        t = self.timeouts
         try:
             yield
         # A `ConnectTimeout` is not listed here, because it means that the server is unreachable.
         except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout) as error:
-            raise DeadlineError(
-                f"{self.base_url}: {path} did not answer in time",
-                found=f"{type(error).__name__} (read {read_s} s, write {t.write_s} s, pool {t.pool_s} s)",
-                wanted="an answer within the deadline",
-                remedy=f"raise {SERVER}.timeout_s, or look at the server's log",
-            ) from error
+            limits = f"read {read_s} s, write {self.timeouts.gone_s} s, pool {self.timeouts.gone_s} s"
+            raise self._too_late(path, f"{type(error).__name__} ({limits})", "the deadline") from error
         except httpx.TransportError as error:
-            raise self._gone(f"{type(error).__name__}: {error} at {path}", t.connect_s) from error
+            raise self._gone(f"{type(error).__name__}: {error} at {path}", self.timeouts.connect_s) from error
 
     async def _while_alive(
         self,
@@ -391,14 +375,13 @@ class ServerClient:
         looking: asyncio.Task[None] | None = None
         # At least two calls of /health/ must fit into the time after which the server counts as gone.
         poll_s = min(self.timeouts.poll_s, silent_s / 2)
-        tick_s = poll_s / 5
         # This clock does not count the time in which this process is stopped, so such a pause does not look like a
         # silent server.
         begin = last_seen = awake_s()
         next_look = begin + poll_s
         try:
             while True:
-                wait_s = max(0.0, min(tick_s, begin + deadline_s - awake_s()))
+                wait_s = max(0.0, min(poll_s / 5, begin + deadline_s - awake_s()))
                 tasks = {task, looking} if looking else {task}
                 await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
                 if task.done():
@@ -442,13 +425,15 @@ class ServerClient:
                 said = _last_seen_of(error) if isinstance(error, ProjectError) else "silence"
                 raise self._gone(f"{said} at /health/, which answered {health_age_s:.1f} s ago", LAST_LOOK_S) from error
         derived = "" if self.timeouts.infer_s else ", which follows from max_new_tokens and the server's pace"
-        raise DeadlineError(
-            f"{self.base_url}: /infer/ did not answer in time",
-            found=f"{answers.num_missing} of {answers.number} request(s), sent {deadline_s:.1f} s ago and waiting for "
-            f"the reply; /health/ answered {health_age_s:.1f} s ago",
-            wanted=f"an answer within {deadline_s:.1f} s{derived}",
-            remedy=f"look at the server's log; if it is only slow, set {SERVER}.infer_timeout_s higher",
-        )
+        found = f"{answers.num_missing} of {answers.number} request(s), sent {deadline_s:.1f} s ago and waiting for "
+        found += f"the reply; /health/ answered {health_age_s:.1f} s ago"
+        remedy = f"look at the server's log; if it is only slow, set {SERVER}.infer_timeout_s higher"
+        raise self._too_late("/infer/", found, f"{deadline_s:.1f} s{derived}", remedy)
+
+    def _too_late(self, path: str, found: str, within: str, remedy: str = "") -> DeadlineError:
+        remedy = remedy or f"look at the server's log, or raise {SERVER}.timeout_s"
+        what = f"{self.base_url}: {path} did not answer in time"
+        return DeadlineError(what, found=found, wanted=f"an answer within {within}", remedy=remedy)
 
     def _gone(self, found: str, limit_s: float) -> ServerUnreachableError:
         key = " (vllm.server.timeout_s)" if limit_s == self.timeouts.gone_s else ""
