@@ -192,8 +192,7 @@ class PackCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlook:
-    """The state of one rank's rollouts: finished, begun, and possible. A share is the samples that one step learns.
-    Each rank rolls out its own part of a share."""
+    """The state of one rank's rollouts, of its own part of each share: finished, begun, and possible."""
 
     # Keys are the shares of which all samples have rollouts. A value is `ServedVersion.syncs` of the share's oldest
     # pack.
@@ -256,7 +255,7 @@ class ShareQueue:
         call, self.in_flight = self.in_flight, None
         assert call is not None, "no call is in flight"
         if self.ended or call.share not in self.wanted:
-            self.counts = replace(self.counts, samples_returned=self.counts.samples_returned + len(call.places))
+            self._count(samples_returned=len(call.places))
             return [], []
         size = self.samples_per_pack
         groups = [tuple(call.places[i : i + size]) for i in range(0, len(call.places), size)]
@@ -266,7 +265,7 @@ class ShareQueue:
         ]
         self._next_pack += len(packs)
         self.queue.extend(packs)
-        self.counts = replace(self.counts, packs_made=self.counts.packs_made + len(packs))
+        self._count(packs_made=len(packs))
         excess = max(0, len(self.queue) - self.keep_at_most)
         return packs, [self._drop(self._least_useful(), "oldest") for _ in range(excess)]
 
@@ -365,12 +364,7 @@ class ShareQueue:
             assert updates >= 0, "a pack of later weights"
             assert lag is None or updates <= lag, f"a pack {updates} updates old was queued"
             self.queue.remove(pack)
-            self.counts = replace(
-                self.counts,
-                packs_learned=self.counts.packs_learned + 1,
-                age_versions=self.counts.age_versions + syncs,
-                age_updates=self.counts.age_updates + updates,
-            )
+            self._count(packs_learned=1, age_versions=syncs, age_updates=updates)
         self.wanted = tuple(other for other in self.wanted if other != share)
         self.taken, self._stood_still = self.taken + 1, False
         self._taken_fenced += self.phase == "fenced"
@@ -449,12 +443,8 @@ class ShareQueue:
 
     def _drop(self, pack: Pack, reason: DropReason) -> Drop:
         self.queue.remove(pack)
-        counts = self.counts
-        self.counts = replace(
-            counts,
-            packs_dropped_oldest=counts.packs_dropped_oldest + (reason == "oldest"),
-            packs_dropped_stale=counts.packs_dropped_stale + (reason == "stale"),
-            packs_dropped_unwanted=counts.packs_dropped_unwanted + (reason == "unwanted"),
-            samples_returned=counts.samples_returned + len(pack.places),
-        )
+        self._count(**{f"packs_dropped_{reason}": 1}, samples_returned=len(pack.places))
         return Drop(pack=pack, reason=reason)
+
+    def _count(self, **more: int) -> None:
+        self.counts = replace(self.counts, **{name: getattr(self.counts, name) + n for name, n in more.items()})
