@@ -249,8 +249,7 @@ def task_class(config: TaskConfig) -> type[Task]:
         remedy = f"did you mean {near[0]}?" if near else "correct the name"
         raise ConfigErrors.one("task.type", show(config.type), wanted, remedy)
     _check_options(config)
-    found = _find("task.type", TASKS.get(config.type, config.type), "a task")
-    return _checked_task(config.type, found)
+    return _checked_task(config.type, _find("task.type", TASKS.get(config.type, config.type), "a task"))
 
 
 def _check_options(config: TaskConfig) -> None:
@@ -296,23 +295,16 @@ def reader_of(config: RunConfig, split: str = "train") -> Reader | None:
     return None if has_format or config.task.type == "detection" else task_class(config.task).reader
 
 
-def _named_reader(config: RunConfig, split: str) -> None:
-    """Raises ConfigErrors if the split's reader cannot be imported. The reader of `train` is checked only once."""
-    path = as_read_for(config.data, split).reader
-    if path is not None and (split == "train" or path != config.data.reader):
-        reader_of(config, split)
-
-
 def callback_classes(config: RunConfig) -> dict[str, type[Callback]]:
     """Return `training.callbacks` by their path. Raises ConfigErrors."""
     found: dict[str, type[Callback]] = {}
     for i, path in enumerate(config.training.callbacks):
         key = f"training.callbacks[{i}]"
         value = _find(key, path, "a callback")
-        wanted, remedy = "a subclass of learner.extensions.Callback", "see docs/extending.md"
         if not (isinstance(value, type) and issubclass(value, Callback)):
             what = "another class" if isinstance(value, type) else f"a {type(value).__name__}"
-            raise ConfigErrors.one(key, f"{show(path)}: {what}", wanted, remedy)
+            wanted = "a subclass of learner.extensions.Callback"
+            raise ConfigErrors.one(key, f"{show(path)}: {what}", wanted, "see docs/extending.md")
         if path in found:
             raise ConfigErrors.one(key, f"{show(path)} again", "each callback once", "remove one")
         found[path] = value
@@ -327,9 +319,10 @@ def check_extensions(config: RunConfig) -> None:
         lambda: reward_functions(config),
         lambda: loss_function(config),
         lambda: callback_classes(config),
-        *(partial(_named_reader, config, split) for split in ("train", "val", "test")),
+        *(partial(reader_of, config, split) for split in ("train", "val", "test")),
     ]
-    if mistakes := [mistake for look in looks for mistake in mistakes_of(look)]:
+    # Splits may share a reader, and then its mistake is listed once.
+    if mistakes := list(dict.fromkeys(mistake for look in looks for mistake in mistakes_of(look))):
         raise ConfigErrors("the configuration names parts that cannot be used", mistakes=mistakes)
 
 
