@@ -385,9 +385,8 @@ class Trackers:
         self.tell(f"tracker {text}")
 
     def _make(self, name: str) -> Tracker:
-        config = self.config
         place = TrackerPlace(
-            project=config.project,
+            project=self.config.project,
             run_name=self.run_dir.resolve().name,
             run_dir=self.run_dir,
             timeout_s=self.timeout_s,

@@ -24,7 +24,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -63,12 +62,12 @@ from shared.waits import Deadline, Retry
 from shared.wire import Bucket, ServedWeights, ServerStatus, UpdateWeightsCall, UpdateWeightsReply
 
 T = TypeVar("T")
+Looks = dict[str, ServerStatus | ProjectError]  # each server's status or error, by URL
 GOODBYE_S = 3.0  # max wait, after a failed sync, until the servers have confirmed that the group is closed.
-# A server that has not served yet may be slow. If such a server takes part, the limit for join and update together is
-# NEWCOMER_S seconds, or NEWCOMER_MARGIN times the last update without such a server, whichever is more. The update
-# alone may always take LEAST_S seconds.
+# A server that has not served yet may be slow, and a step waits for it. If such a server takes part, the limit for join
+# and update together is NEWCOMER_S seconds, or NEWCOMER_MARGIN times the last update without such a server, whichever
+# is more. The update alone may always take LEAST_S seconds.
 NEWCOMER_S, NEWCOMER_MARGIN, LEAST_S = 15.0, 3.0, 1.0
-NOBODY: Mapping[str, ProjectError] = MappingProxyType({})
 # The learner's second forward pass on the canary (fixed answers) is captured as a CUDA graph. During a capture no other
 # thread may wait for the device. So the first two passes are made inside a sync, while no rollouts are made.
 CAPTURED_AFTER = 2
@@ -80,9 +79,8 @@ log = logging.getLogger("learner.sync")
 
 
 class ServerDelivery:
-    """Sends weights to all servers and has them checked. `canary`: used on rank 0 only. `device`: the device of the
-    weights. `check` is called for each server process that was not there at the start. `control` brings the requests of
-    the user and the cluster to add or remove servers."""
+    """`canary` is used on rank 0 only. `device`: the device of the weights. `check` is called for each server process
+    that was not there at the start. `control` brings requests of the user or the cluster to add or remove servers."""
 
     def __init__(
         self,
@@ -156,12 +154,10 @@ class ServerDelivery:
                 self.members.leave_out(base_url, found)
         return "repeat"
 
-    def _look(
-        self, members: Sequence[Member], silent: Mapping[str, ProjectError] = NOBODY
-    ) -> dict[str, ServerStatus | ProjectError]:
+    def _look(self, members: Sequence[Member], silent: Mapping[str, ProjectError]) -> Looks:
         """Return each server's status or error now. While too few servers answer for the run to go on, silent servers
         are asked again, until this sync's deadline. `silent`: servers that were silent just now, with their errors."""
-        backend, found = self._backend, dict[str, ServerStatus | ProjectError](silent)
+        backend, found = self._backend, Looks(silent)
         asked = [member.base_url for member in members if member.base_url not in found]
         retry = Retry(self._deadline.left_s(), backend.timeouts.poll_s)
         while True:
@@ -204,8 +200,8 @@ class ServerDelivery:
         except ProjectError:
             self._accused = accused(asked)
             raise
-        names = [group.name for group in self._groups.groups]
-        log.info("joined %s, weights travel in %s", names, self._dtype or "their own type")
+        joined = [group.name for group in self._groups.groups]
+        log.info("joined %s, weights travel in %s", joined, self._dtype or "their own type")
         return max(status.ver for _, status in statuses)
 
     @property
@@ -223,7 +219,7 @@ class ServerDelivery:
             statuses = self._backend.statuses()
             self.members.returning.fit |= {status.server_id for status in statuses}
             return list(zip(members, statuses, strict=True))
-        found, reached = self._look(members), list[tuple[Member, ServerStatus]]()
+        found, reached = self._look(members, silent={}), list[tuple[Member, ServerStatus]]()
         for member in members:
             try:
                 if isinstance(status := found[member.base_url], ProjectError):
@@ -238,8 +234,7 @@ class ServerDelivery:
 
     @property
     def _limit_s(self) -> float:
-        """Max seconds of joining, or of an update. If a new server takes part, joining and update share a short
-        deadline, because the server may be slow, and a step waits for it."""
+        """Max seconds of joining, or of an update. The limit is short if a new server takes part (NEWCOMER_S)."""
         left_s = max(LEAST_S, self._newcomers.left_s()) if self._has_newcomers else math.inf
         return min(self._config.server.timeout_s, left_s)
 
@@ -372,8 +367,7 @@ class ServerDelivery:
         return replies, learner, self._digest(mode, seals)
 
     def _digest(self, mode: Mode, seals: Sequence[torch.Tensor]) -> str:
-        """Return the digest that the server computes too. For full weights the digest is that of the seals. For an
-        adapter it combines the digest of the base weights with the digest of the adapter's seals."""
+        """Return the digest that the server computes too: that of the seals, for an adapter with that of the base."""
         digest = digest_of(seals)
         if mode == "adapter":
             return hashlib.blake2b(f"{self._full_weights} {digest}".encode(), digest_size=16).hexdigest()
