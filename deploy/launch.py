@@ -245,8 +245,8 @@ def server_argv(config_path: str) -> list[str]:
 
 def learner_argv(config_path: str, nproc: int, max_restarts: int = 0) -> list[str]:
     """Return the command that runs `nproc` learner ranks on this machine by torchrun."""
-    ranks = [sys.executable, "-m", "deploy.torchrun", "--nproc", str(nproc), "--max-restarts", str(max_restarts)]
-    return [*ranks, "--", "-m", "learner", "--config", config_path]
+    learner = LearnerLaunch(config=config_path, nproc=nproc, max_restarts=max_restarts)
+    return [sys.executable, "-m", *learner.torchrun(config_path)]
 
 
 def ranks_argv(learner: LearnerLaunch) -> list[str]:
@@ -255,17 +255,9 @@ def ranks_argv(learner: LearnerLaunch) -> list[str]:
     if learner.nodes == 1:
         return [*learner.via, *learner_argv(learner.config, learner.nproc, learner.max_restarts)]
     # Every start gets a new store, because an old store holds the addresses of ended ranks.
-    torchrun = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", sys.executable, "-m", "torch.distributed.run"]
-    flags = {
-        "nnodes": learner.nodes,
-        "nproc-per-node": learner.nproc,
-        "max-restarts": learner.max_restarts,
-        "rdzv-backend": "c10d",
-        "rdzv-endpoint": learner.rendezvous,
-        "rdzv-id": uuid.uuid4().hex[:12],
-    }
-    numbers = [f"--{name}={value}" for name, value in flags.items()]
-    return [*learner.via, *torchrun, *numbers, "-m", "learner", "--config", learner.config]
+    python = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", sys.executable, "-m"]
+    ranks = learner.torchrun(learner.config, endpoint=learner.rendezvous, run_id=uuid.uuid4().hex[:12])
+    return [*learner.via, *python, *ranks]
 
 
 class Server:

@@ -57,6 +57,18 @@ class LearnerLaunch(Section):
     via: list[str] = key("command that runs torchrun elsewhere, once on each machine", [])
     rendezvous: str = key("with several machines: HOST:PORT of the first one, where torchruns meet", "")
 
+    def torchrun(self, config: str, *, endpoint: str = "", run_id: str = "", here: str = "") -> list[str]:
+        """Return Python's arguments (after `-m`) that start this machine's ranks with the file `config`:
+        `deploy.torchrun` on one machine; on several torch's own torchrun, whose ranks meet at `endpoint`. `here`: the
+        address of this machine for the others, if not that of its name."""
+        restarts = f"--max-restarts={self.max_restarts}"
+        program = ["-m", "learner", "--config", config]
+        if self.nodes == 1:
+            return ["deploy.torchrun", f"--nproc={self.nproc}", restarts, "--", *program]
+        numbers = [f"--nnodes={self.nodes}", f"--nproc-per-node={self.nproc}", restarts]
+        meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run_id}"]
+        return ["torch.distributed.run", *numbers, *meeting, *([f"--local-addr={here}"] if here else []), *program]
+
 
 class ClusterLaunch(Section):
     """The keys that a cluster needs, and this machine does not: `rollout-launch --to slurm, kubernetes, skypilot or

@@ -148,10 +148,9 @@ def server_service(plan: Plan, out: Path, index: int) -> dict[str, Any]:
 
 def learner_service(plan: Plan, out: Path) -> dict[str, Any]:
     learner = plan.launch.learner
-    torchrun = ["--nproc", str(learner.nproc), "--max-restarts", str(learner.max_restarts)]
     return {
         **service(plan, out, "learner", tuple(learner.devices), variables=(*plan.secrets, JOB_VARIABLE)),
-        "command": ["deploy.torchrun", *torchrun, "--", "-m", "learner", "--config", f"{FOLDER}/learner.yaml"],
+        "command": learner.torchrun(f"{FOLDER}/learner.yaml"),
         "restart": "no",  # torchrun restarts the ranks, up to its limit; after that the user has to resume the run
         "depends_on": {name: {"condition": "service_healthy"} for name in names(plan)},
         "stop_grace_period": "60s",  # SIGTERM makes the learner save a checkpoint first

@@ -233,7 +233,12 @@ def job(plan: Plan) -> Object:
         {
             "name": "learner",
             "image": plan.cluster.learner_image,
-            "args": ranks(plan, name),
+            "args": learner.torchrun(
+                f"{FOLDER}/learner.yaml",
+                endpoint=f"{name}-0.{name}:{RENDEZVOUS_PORT}",
+                run_id=name,
+                here="$(POD_IP)",
+            ),
             "ports": [{"name": "rendezvous", "containerPort": RENDEZVOUS_PORT}],
         },
         devices=learner.nproc,
@@ -265,27 +270,6 @@ def job(plan: Plan) -> Object:
             "template": {"metadata": {"labels": labels(plan, "learner", name)}, "spec": spec},
         },
     }
-
-
-def ranks(plan: Plan, name: str) -> list[str]:
-    """Return Python's arguments that start the ranks: `deploy.torchrun` on one machine; on several machines torch's own
-    torchrun, whose ranks meet at pod 0."""
-    learner = plan.launch.learner
-    program = ["-m", "learner", "--config", f"{FOLDER}/learner.yaml"]
-    restarts = f"--max-restarts={learner.max_restarts}"
-    if learner.nodes == 1:
-        return ["deploy.torchrun", f"--nproc={learner.nproc}", restarts, "--", *program]
-    return [
-        "torch.distributed.run",
-        f"--nnodes={learner.nodes}",
-        f"--nproc-per-node={learner.nproc}",
-        restarts,
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={name}-0.{name}:{RENDEZVOUS_PORT}",
-        f"--rdzv-id={name}",
-        "--local-addr=$(POD_IP)",
-        *program,
-    ]
 
 
 def pod(plan: Plan, container: Object, *, devices: int, runs: bool, grace_s: int) -> Object:

@@ -123,20 +123,8 @@ def task(plan: Plan, out: Path) -> dict[str, Any]:
 
 def torchrun(plan: Plan, out: Path) -> str:
     learner = plan.launch.learner
-    program = f"-m learner --config {out}/learner.yaml"
+    meeting = {"endpoint": f'"$ADDRESS_0:{RENDEZVOUS_PORT}"', "run_id": '"$SKYPILOT_TASK_ID"'}
+    start = f".venv/bin/python -m {' '.join(learner.torchrun(f'{out}/learner.yaml', **meeting))}"
     if learner.nodes == 1:
-        flags = f"--nproc {learner.nproc} --max-restarts {learner.max_restarts}"
-        return f".venv/bin/python -m deploy.torchrun {flags} -- {program}"
-    meeting = {
-        "nnodes": learner.nodes,
-        "nproc-per-node": learner.nproc,
-        "max-restarts": learner.max_restarts,
-        "rdzv-backend": "c10d",
-        "rdzv-endpoint": f'"$ADDRESS_0:{RENDEZVOUS_PORT}"',
-        "rdzv-id": '"$SKYPILOT_TASK_ID"',
-    }
-    numbers = " ".join(f"--{name}={value}" for name, value in meeting.items())
-    return (
-        "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # a new store for every start\n"
-        f"  .venv/bin/python -m torch.distributed.run {numbers} \\\n    {program}"
-    )
+        return start
+    return f"export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # a new store for every start\n  {start}"
