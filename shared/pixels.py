@@ -149,7 +149,8 @@ def check_pixels(mine: ProcessedImages, theirs: ProcessedImages, *, sample_id: s
     """Return the largest difference of pixel values: 0.0, or a difference as small as rounding errors. `name`: the
     other side in messages. Raises ServerMismatchError if the other side's vision tower sees other pixels than the
     learner's."""
-    others = _other_settings(mine.settings, theirs.settings)
+    settings = {**mine.settings, **theirs.settings}
+    others = [key for key in settings if mine.settings.get(key) != theirs.settings.get(key)]
     # If the two sides normalize differently, equal levels become different values.
     normalized_alike = mine.dtype != LEVELS or not set(others) & _NORMALIZING
     if mine.images == theirs.images and normalized_alike:
@@ -176,10 +177,6 @@ def _gaps(mine: ProcessedImages, theirs: ProcessedImages) -> list[float]:
     """Return the differences between the sampled values, for all images one after another."""
     pairs = zip(mine.images, theirs.images, strict=False)
     return [abs(a - b) for one, other in pairs for a, b in zip(one.values, other.values, strict=False)]
-
-
-def _other_settings(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    return [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
 
 
 def _told(settings: Mapping[str, str]) -> str:

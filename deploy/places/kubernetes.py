@@ -173,6 +173,7 @@ def headless(name: str, ports: dict[str, int]) -> Object:
 def server_objects(plan: Plan, name: str, server: ServerPlan, file: int) -> list[Object]:
     ports = {"http": HTTP_PORT, "weights": GROUP_PORT}
     chosen = labels(plan, "server", name)
+    tries = max(1, -(-int(plan.launch.ready_timeout_s) // 10))
     spec = pod(
         plan,
         {
@@ -182,7 +183,7 @@ def server_objects(plan: Plan, name: str, server: ServerPlan, file: int) -> list
             "ports": [{"name": port, "containerPort": number} for port, number in ports.items()],
             # `/ready/` answers 503 while weights change, and after a failed sync. A server whose `/health/` does not
             # answer is restarted.
-            "startupProbe": probe("/health/", periodSeconds=10, failureThreshold=_tries(plan, 10)),
+            "startupProbe": probe("/health/", periodSeconds=10, failureThreshold=tries),
             "livenessProbe": probe("/health/", periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
             "readinessProbe": probe("/ready/", periodSeconds=5, timeoutSeconds=5),
         },
@@ -325,7 +326,3 @@ def environment(plan: Plan, *, of_job: bool) -> list[Object]:
 
 def probe(path: str, **numbers: int) -> Object:
     return {"httpGet": {"path": path, "port": "http"}, **numbers}
-
-
-def _tries(plan: Plan, every_s: int) -> int:
-    return max(1, -(-int(plan.launch.ready_timeout_s) // every_s))

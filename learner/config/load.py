@@ -32,13 +32,6 @@ _CHANNEL_B = "stage2_ab.channel_b"
 _DECODING = ("temperature", "top_p", "top_k", "max_new_tokens", "repetition_penalty", "decode_mode", "num_beams")
 
 
-def _flat_decoding() -> dict[str, tuple[str, str]]:
-    return {
-        f"{_ROLLOUT}.{name}": (f"{_ROLLOUT}.decoding.{name}", f"move it to {_ROLLOUT}.decoding.{name}")
-        for name in _DECODING
-    }
-
-
 # Keys of earlier versions, which are refused: dotted path -> (what is wanted instead, what to do), for the error.
 RETIRED: dict[str, tuple[str, str]] = {
     # R22: one key limits the sequences of every generation call.
@@ -67,7 +60,10 @@ RETIRED: dict[str, tuple[str, str]] = {
     ),
     "logging.tensorboard": ("logging.trackers", "remove it; TensorBoard is one of logging.trackers"),
     # D7 moved these keys into a section.
-    **_flat_decoding(),
+    **{
+        f"{_ROLLOUT}.{name}": (f"{_ROLLOUT}.decoding.{name}", f"move it to {_ROLLOUT}.decoding.{name}")
+        for name in _DECODING
+    },
     # D3 removed these keys.
     f"{_CHANNEL_B}.mode": (
         "no mode",

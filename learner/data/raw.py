@@ -79,7 +79,7 @@ class BadRecords:
     def meet(self, kind: Kind, error: DataError, *, can_be_cut: bool = True) -> BadAction:
         """Count a bad record, and return the action for it. After the action `error` the caller continues in the same
         way as after `drop`. With `clip`, a record that cannot be cut is dropped."""
-        action = self._action(kind)
+        action: BadAction = "error" if kind == "malformed" else self.policy[kind]
         if action == "clip" and not can_be_cut:
             action = "drop"
         if action == "error":
@@ -98,9 +98,6 @@ class BadRecords:
 
     def _add_example(self, kind: Kind | Kept, action: BadAction | Literal["keep"], error: DataError) -> None:
         self.examples.setdefault((kind, action), f"{error.what}; found {error.found}")
-
-    def _action(self, kind: Kind) -> BadAction:
-        return "error" if kind == "malformed" else self.policy[kind]
 
     def malformed(self, place: Place, error: ValidationError) -> None:
         """Report all mistakes that pydantic found in one record."""

@@ -65,7 +65,9 @@ if TYPE_CHECKING:
 def use_linear_patch_embedding(model: torch.nn.Module) -> None:
     """Make the model's convolutions whose stride equals their kernel (patch embeddings) compute a matrix product."""
     for module in model.modules():
-        if isinstance(module, torch.nn.Conv3d) and _covers_one_patch(module):
+        if not isinstance(module, torch.nn.Conv3d):
+            continue
+        if module.kernel_size == module.stride and set(module.padding) == {0} and module.groups == 1:
             # Convolution kernels on CUDA take tens of times as long.
             module.forward = partial(_linear_patch, module)  # type: ignore[method-assign]
 
@@ -74,10 +76,6 @@ def _linear_patch(conv: torch.nn.Conv3d, patches: torch.Tensor) -> torch.Tensor:
     """Return the convolution's output `[P, hidden, 1, 1, 1]` for P patches `[P, C, t, h, w]` of the kernel's size."""
     assert patches.shape[2:] == conv.kernel_size, "the vision tower is fed one patch at a time"
     return F.linear(patches.flatten(1), conv.weight.flatten(1), conv.bias)[..., None, None, None]
-
-
-def _covers_one_patch(conv: torch.nn.Conv3d) -> bool:
-    return conv.kernel_size == conv.stride and set(conv.padding) == {0} and conv.groups == 1
 
 
 # If a model's configuration has one of these keys, its logits are not just head(hidden).

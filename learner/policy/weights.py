@@ -206,7 +206,7 @@ class _Swap:
             trained = self._trained[name]
             assert trained is not None, "only parameters that exist are replaced"
             # The value was rounded to the sent type, and gets the type of training again, in which passes compute.
-            replaced[name] = _parameter(value.to(trained.dtype))
+            replaced[name] = torch.nn.Parameter(value.to(trained.dtype), requires_grad=False)
         self._owner._parameters = {**self._trained, **replaced}
         if self._adapted is not None:
             # peft then counts the adapters as merged, and does not add them again.
@@ -231,10 +231,6 @@ def _cast_all(module: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, t
 def _merged(layer: LoraLayer, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     base = layer.get_base_layer()
     return {**_cast_all(base, dtype), "weight": merged_weight(layer, dtype or base.weight.dtype)}
-
-
-def _parameter(value: torch.Tensor) -> torch.nn.Parameter:
-    return torch.nn.Parameter(value, requires_grad=False)
 
 
 def merged_weight(
@@ -281,7 +277,8 @@ class _PlainMerge:
         self._base = layer.get_base_layer().weight
         self._a, self._b = layer.lora_A[name].weight, layer.lora_B[name].weight
         self._scaling = layer.scaling[name]
-        self._is_exact = _is_power_of_two(self._scaling)  # True: scaling does not round, so it may be part of the sum
+        # True for a power of two: scaling does not round then, so it may be part of the sum.
+        self._is_exact = math.frexp(self._scaling)[0] == 0.5
 
     def __call__(self, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
         base, a, b = self._base.detach(), self._a.detach(), self._b.detach()
@@ -308,10 +305,6 @@ def merges_plainly(layer: LoraLayer) -> bool:
         return False
     halves = layer.lora_A[name].weight, layer.lora_B[name].weight
     return not is_part(base) and all(not is_part(half) and half.dtype == torch.float32 for half in halves)
-
-
-def _is_power_of_two(value: float) -> bool:
-    return math.frexp(value)[0] == 0.5
 
 
 def _own_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:

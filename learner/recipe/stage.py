@@ -74,7 +74,8 @@ def prepare(trainer: Trainer) -> bool:
         trainer.labels.restore(0, sft_dir)
     if record.grpo:
         return True
-    (known, *_) = ranks.all_succeed(lambda: _known(run_dir) if ranks.is_main else None)
+    is_known = ranks.is_main and (run_dir / HEADROOM).is_file()
+    (known, *_) = ranks.all_succeed(lambda: read_headroom(run_dir) if is_known else None)
     if known is None:
         trainer.journal.note("recipe: measuring what rollouts could still gain")
         known = measure_headroom(trainer)
@@ -90,10 +91,6 @@ def _take_range(sft_dir: Path, run_dir: Path) -> None:
     known, own = sft_dir / GAPS, run_dir / GAPS
     if known.is_file() and not own.is_file():
         write_atomically(own, known.read_text())
-
-
-def _known(run_dir: Path) -> dict[str, FeatureEstimate] | None:
-    return read_headroom(run_dir) if (run_dir / HEADROOM).is_file() else None
 
 
 def measure_headroom(trainer: Trainer) -> dict[str, FeatureEstimate]:

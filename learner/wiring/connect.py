@@ -98,11 +98,13 @@ def connect_sync(
     if isinstance(backend, ColocateBackend):
         delivery = EngineDelivery(backend.engine, policy.encoder, canary=canary, ranks=ranks)
     else:
-        prompts = [items[0], *(_probe(sample, policy) for sample in extremes(samples))]
+        # The answer is the shortest one, because only prompts are compared.
+        stop, encode = (policy.tokenizer.eos_token_id,), policy.encoder.encode
+        prompts = [CanaryItem(sample=one, prompt=encode(one), response_token_ids=stop) for one in extremes(samples)]
         check = server_check(
             backend,
             architecture=signature(policy.model.config.to_dict()),
-            prompts=prompts,
+            prompts=[items[0], *prompts],
             image_processing=policy.encoder.image_processing,
         )
         # Servers are checked before the first sync, which would overwrite the weights of a wrong server.
@@ -177,13 +179,6 @@ def extremes(samples: Sequence[Sample]) -> list[Sample]:
     if not pictured:
         return []
     return [choose(pictured, key=lambda sample: sample.width * sample.height) for choose in (min, max)]
-
-
-def _probe(sample: Sample, policy: Policy) -> CanaryItem:
-    """Return a sample's prompt with the shortest answer, to compare prompts only."""
-    return CanaryItem(
-        sample=sample, prompt=policy.encoder.encode(sample), response_token_ids=(policy.tokenizer.eos_token_id,)
-    )
 
 
 def _canary(config: RunConfig, policy: Policy, backend: Backend, items: Sequence[CanaryItem], ranks: Ranks) -> Canary:

@@ -60,15 +60,17 @@ Found = dict[str, Annotations]  # by split; "": all annotations
 def splits_in(folder: Path) -> Found:
     """Return the annotations by split, `train` first; {} if no layout is known. Raises DataError if a data.yaml or
     classes.txt is wrong."""
-    for look in _LOOKS:
-        found = look(folder)
-        if found:
-            return {split: found[split] for split in ("train", "val", "test", "") if split in found}
-    inside = [found for child in _folders(folder) if (found := _without_going_deeper(child))]
+    if found := _in_folder(folder):
+        return {split: found[split] for split in ("train", "val", "test", "") if split in found}
+    inside = [found for child in _folders(folder) if (found := _in_folder(child))]
     if len(inside) == 1:
         return inside[0]
     whole = all(found.keys() == {""} and found[""].format == "voc" for found in inside)
     return {"": Annotations("voc", str(folder))} if whole and xml_below(folder) else {}
+
+
+def _in_folder(folder: Path) -> Found:
+    return next((found for look in _LOOKS if (found := look(folder))), {})
 
 
 def split_named(name: str) -> str | None:
@@ -81,10 +83,6 @@ def split_named(name: str) -> str | None:
 def split_called(name: str) -> str | None:
     """Return `train`, `val` or `test` if the whole name means it, such as `validation`; else None."""
     return _WORDS.get(name.lower())
-
-
-def _without_going_deeper(folder: Path) -> Found:
-    return next((found for look in _LOOKS if (found := look(folder))), {})
 
 
 def _yolo(folder: Path) -> dict[str, Annotations]:

@@ -38,7 +38,11 @@ class VocImages:
     """Finds the images of XML files in a folder and its sub-folders. Image paths start at `root`."""
 
     def __init__(self, folder: Path, source: Source) -> None:
-        near = [path for path in _near(folder) if _has_images(path)]
+        near = [
+            path
+            for path in _near(folder)
+            if path.is_dir() and any(file.suffix.lower() in SUFFIXES for file in path.iterdir())
+        ]
         self.root = source.image_root(near[0] if near else folder)
         self._folder, self._has_own_root = folder, source.data.image_root is None
         self._places = {folder: [self.root]}  # folders to search for an image, by the folder of its XML file
@@ -121,10 +125,6 @@ def _listed(line: str, folder: Path) -> Path:
     files = [folder / as_here(f"{name.removesuffix('.xml')}.xml", folder) for name in names]
     missing = files[-1] if all(word.lstrip("-").isdigit() for word in rest) else files[0]
     return next((file for file in files if is_file(file)), missing)
-
-
-def _has_images(folder: Path) -> bool:
-    return folder.is_dir() and any(file.suffix.lower() in SUFFIXES for file in folder.iterdir())
 
 
 def _of_xml(file: Path, images: VocImages, source: Source) -> RawRecord | None:
