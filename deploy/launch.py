@@ -273,7 +273,7 @@ class Server:
         self._is_ready = True  # True before the first `look`, because `launch` waits for the first start
         self._num_restarts = 0
         self._started_at = awake_s()
-        self._start_at: float | None = None  # time of the next restart
+        self._start_at: float | None = None  # time of the next restart (`awake_s`); None: no restart is planned
         say(f"{self._name} at {self.url}, devices {entry.devices or 'any'}, log {self._log}")
 
     def look(self, client: httpx.Client, ready_timeout_s: float) -> None:

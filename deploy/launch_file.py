@@ -1,7 +1,7 @@
 """The keys of launch.yaml, which describes the servers and the learner of one run, on this machine or a cluster.
 
 `load_launch_config` reads the file for this machine (`deploy.launch`), `deploy.places` reads it for a cluster. Both
-readers check every configuration that the file names, and raise ConfigErrors.
+functions check every configuration that launch.yaml names, and raise ConfigErrors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Wait for the rollout servers that a learner's configuration names: `python -m deploy.wait_ready --config F`.
 
-In: the learner's YAML, and how long to wait. Out: an exit code. It is 0 once every server has answered `/ready/` with
-200, 1 after the timeout, and 2 if the configuration is wrong. After the timeout, the last answer of each server that is
-not ready is printed. Needs no token. The command is for schedulers that start servers and learner separately.
+In: the learner's YAML, and how long to wait. Out: an exit code. The exit code is 0 once every server has answered
+`/ready/` with 200, 1 after the timeout, and 2 if the configuration is wrong. After the timeout, the last answer of each
+server that is not ready is printed. Needs no token. The command is for schedulers that start servers and learner
+separately.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ class DetectionObject(NamedTuple):
     image: int | None = None
 
 
-Size = tuple[int, int]  # width, height in pixels
-Rect = tuple[int, int, int, int]  # left, top, right, bottom in pixels
+Size = tuple[int, int]  # (width, height) in pixels
+Rect = tuple[int, int, int, int]  # (left, top, right, bottom) in pixels
 
 
 class View(NamedTuple):
@@ -168,7 +168,7 @@ class ParsedRollout:
     token_ids: NDArray[np.int64]  # [T] the rollout's `response_token_ids`
     objects: tuple[PredictedObject, ...]
     slots: CoordSlots
-    drops: Mapping[DropReason, int]  # number of dropped objects, by reason
+    drops: Mapping[DropReason, int]  # number of dropped objects for each reason
     prefix_length: int
     tail_opening: str
     needs_separator: bool  # the prefix already holds an object, so ", " comes next
@@ -305,10 +305,10 @@ class StepResult:
     loss: float  # weighted mean of the supervised tokens' losses, in nats
     grad_norm: float  # global norm of the gradients, before clipping
     learning_rate: float
-    num_segments: int  # number of learned segments
-    num_rows: int  # number of packed rows with segments
+    num_segments: int
+    num_rows: int  # number of packed rows, without empty rows
     num_tokens: int
-    num_supervised: int  # number of supervised tokens
+    num_supervised: int
     ver: int
     metrics: Mapping[str, float]  # other numbers of the step, by name
 
@@ -319,9 +319,9 @@ class SyncReceipt:
 
     ver: int  # version that the sync gave to the weights
     mode: Literal["full", "adapter"]
-    seconds: float  # duration of the sync
+    seconds: float  # seconds that the sync took
     num_bytes: int  # size of the synced tensors
-    num_tensors: int  # number of synced tensors
+    num_tensors: int
     canary_gap: float  # mean |learner logprob - served logprob| on the canary (fixed answers), nats
     canary_gap_max: float  # largest difference of one token, nats
     # How much merging and rounding change log-probabilities (D14): mean |learner logprob as trained - as sent|, in
@@ -356,7 +356,7 @@ class RawObject:
     kind: GeometryKind
     coords: tuple[float, ...]
     written: str  # class and coordinates, as the file has them
-    name: str  # the object's name in messages
+    name: str  # text for the object in error messages
     place: Place
     ignored: bool = False  # True: an ignore region, not an object
     image: int | None = None  # number among the record's images, from 1; None: the annotations do not say
@@ -370,7 +370,7 @@ class RawRecord:
     place: Place
     sample_id: str
     messages: Sequence[Turn]  # the prompt, without the assistant's last turn
-    images: tuple[str, ...]  # names as the file has them
+    images: tuple[str, ...]  # image names, as the annotation file has them
     objects: Sequence[RawObject]
     width: int | None  # pixels, as annotated; None: read from the image file
     height: int | None
@@ -386,7 +386,7 @@ class CallRecord:
     """The record of a rollout call that has ended. `error` is empty if the call was answered."""
 
     base_url: str
-    seed: int  # seed of the first request
+    seed: int  # random seed of the first request
     micro_step_idx: int  # micro-step of the first request
     first_req_idx: int  # index of the first request, counted over all ranks
     num_requests: int
@@ -415,8 +415,8 @@ class RolloutCallLog:
     num_micro_steps: int
     chunk: int  # max requests that this rank may have in flight
     ver: int | None = None  # version of the weights that made the rollouts; None: not known yet
-    seconds: float = 0.0  # duration of the call
-    began_at: float = 0.0  # Unix seconds, as in `CallRecord`
+    seconds: float = 0.0  # seconds that the call took
+    began_at: float = 0.0  # begin of the call in Unix seconds; 0: not measured
     parts: dict[str, float] = field(default_factory=dict)  # seconds by part of a call in the learner's own process
     calls: list[CallRecord] = field(default_factory=list)
     splits: list[tuple[int, int, int]] = field(default_factory=list)

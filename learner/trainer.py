@@ -4,8 +4,8 @@ One optimizer step: sync if the step's rollouts need newer weights, learn each m
 gradients over ranks once, clip, update, count the step. Rows come from the step source (`learner.steps.source`). If the
 source allows it, a sync that must wait for rollouts in flight runs between two rows. The step's loss is the weighted
 mean over all supervised tokens of the step on all ranks, so packing and the number of ranks do not change the gradient.
-An epoch's last step may have fewer samples than other steps. Then the step's gradient and learning rate are multiplied
-by a factor: its number of samples divided by that of a whole step.
+An epoch's last step may have fewer samples than other steps. The gradient and the learning rate of such a short step
+are multiplied by (its number of samples / a whole step's number).
 
 Invariants: rollouts and evaluations run on weights that were synced after the last update (R10). Rollouts that run
 ahead of learning use the weights of the last sync instead. Every rank runs the same number of forward/backward passes
@@ -133,7 +133,7 @@ class Trainer:
         self.state = TrainerState()
         self._saved_at: int | None = None
         self._best_alone: Path | None = None  # the best checkpoint, if it was saved only for being the best
-        self._boundary: Boundary | None = None  # None: the weights are being updated
+        self._boundary: Boundary | None = None  # state after the last whole step; None: the weights are being updated
 
     def run(self) -> None:
         """Train to the last step. Raises Stopped if the run was asked to stop, ProjectError, or any other error that

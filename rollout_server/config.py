@@ -22,7 +22,7 @@ from shared.wire import TOKEN_VARIABLE
 if TYPE_CHECKING:
     from shared.images import ImageRules
 
-_IMAGE_CACHE_BYTES = 256 << 20  # max memory for fetched images
+_IMAGE_CACHE_BYTES = 256 << 20  # max bytes of fetched images in memory
 Folder = Annotated[Path, Field(strict=False)]  # pydantic's strict mode would refuse a path that is given as a string
 
 # Arguments of vLLM that `engine_args` may not set: another key sets them, or the server does.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 MOST_COST = 256_000_000  # max pixels times scans of one request's images: a measure of decoding time
 MOST_PIXELS = 2_000_000_000  # max pixels in the images of all running requests; a pixel takes 4 bytes
-DECODE_S = 20.0  # longest decoding of one request's images
+DECODE_S = 20.0  # max seconds for decoding one request's images
 _HEAD = struct.Struct("<cQ")  # header of a message: its kind (see below), and the number of bytes that follow
 _LOOK, _DECODE, _ERROR = b"l", b"d", b"e"
 _NUMBERS = struct.Struct("<QQ")

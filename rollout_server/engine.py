@@ -99,7 +99,7 @@ class Engine(Protocol):
     dtype: str
     architecture: dict[str, str]
     gpus: list[str]  # the workers' GPUs, by UUID; [] on CPU
-    weights: str  # a digest of the checkpoint's weights
+    weights: str  # digest of the checkpoint's weights
     vocab_size: int
     max_model_len: int
 

@@ -289,7 +289,7 @@ class _Watch:
     stream into events, and does not report an answer's number of tokens."""
 
     ver: int
-    n: int  # number of answers for each prompt
+    n: int  # number of answers to each prompt
     num_prompts: int = 0
     num_tokens: Counter[int] = field(default_factory=Counter)  # number of tokens by the choice's index
     faults: list[Exception] = field(default_factory=list)

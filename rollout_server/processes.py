@@ -1,7 +1,7 @@
 """The engine's processes: when idle they use no core, and they never outlive the server (Linux).
 
 `sleep_when_idle`: vLLM's workers in separate processes (several ranks) read commands from shared memory, and busy-wait
-for a second after each command. With this function a worker sleeps after `SPIN_S` without a command, until vLLM's
+for a second after each command. With `sleep_when_idle` a worker sleeps after `SPIN_S` without a command, until vLLM's
 notification wakes it.
 
 `end_with_server`: each worker watches the server. When the server has ended, even by SIGKILL, the worker ends all of

@@ -213,7 +213,7 @@ class RolloutService:
         wait."""
         self.check_alive()
         if self.gate.state == "poisoned":
-            self.gate.try_enter()  # raises ServerPoisonedError, with the reason
+            self.gate.try_enter()  # raises ServerPoisonedError if the weights may be wrong
         if self.gate.state != "serving":
             raise ServerBusyError("a weight update is under way", found=self.gate.state, wanted="serving")
 

@@ -63,11 +63,11 @@ _LOOK_S, _BETWEEN_LOOKS_S = 0.0, 0.02
 class SyncTotals:
     """Counters and times of the syncs since the server started, for `/metrics/`."""
 
-    completed: int = 0  # number of completed updates
-    failed: int = 0  # number of failed updates
+    completed: int = 0  # updates that were completed since the start
+    failed: int = 0  # updates that failed since the start
     num_bytes: int = 0  # bytes received
-    seconds: float = 0.0  # duration of all completed updates together
-    last_seconds: float = 0.0  # duration of the last completed update
+    seconds: float = 0.0  # seconds of all completed updates together
+    last_seconds: float = 0.0  # seconds of the last completed update
     pause_seconds: float = 0.0  # seconds in which no call was in flight and no call was let in
     last_pause_seconds: float = 0.0
     last_load_seconds: float = 0.0  # seconds from the start of the last pause until the workers had loaded the weights

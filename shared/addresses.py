@@ -1,7 +1,7 @@
 """Addresses and ports of this machine: which addresses are loopback, and where a program can listen.
 
-Free ports are chosen below the range that the kernel uses for outgoing connections (Linux: from 32768 on). Otherwise an
-outgoing connection could take a chosen port before a program binds it.
+Free ports are chosen below the range that the kernel uses for outgoing connections (Linux: from 32768 on). If a port
+were in this range, an outgoing connection could take it before a program binds it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from shared.errors import CanaryError
 from shared.wire import ScoreReply
 
-Logprobs = Sequence[Sequence[float]]  # natural log-probabilities, one sequence per answer
+Logprobs = Sequence[Sequence[float]]  # natural log-probabilities of the tokens, one sequence per answer
 TokenPlace = tuple[int, int]  # (index of an answer, index of its token)
 MAX_CACHED = 4  # max tokens of an answer scored through the cache: each token needs its own request
 TOLERANCE_KEY = "custom.extra.rollout_matching.vllm.sync.canary_tolerance"

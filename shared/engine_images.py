@@ -142,7 +142,7 @@ def beginning(whole: Prompt, rendered: EngineInput, prompt: Prompt) -> EngineInp
     token_ids = rendered["prompt_token_ids"]
     end = len(token_ids) - (len(whole.token_ids) - number)
     if any(place.offset + place.length > end for place in places):
-        return None  # an image would be cut off
+        return None  # `prompt` ends within an image
     return {**rendered, "prompt_token_ids": token_ids[:end]}
 
 

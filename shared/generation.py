@@ -1,8 +1,9 @@
-"""Prompts and requests to a vLLM engine, and how its outputs are read (R03, R09, R11). Both programs use this module.
+"""Prompts and requests to a vLLM engine, and how its outputs are read (R03, R09, R11). Learner and server use this
+module.
 
 `render_messages`. In: turns whose text may hold `<image>` placeholders, and the number of images. Out: the content-part
-form that chat templates of Hugging Face processors take. Both programs render prompts with this function, so their
-prompts have equal tokens. A turn's placeholders become image parts in place. If a request has images but no
+form that chat templates of Hugging Face processors take. Learner and server both render prompts with `render_messages`,
+so their prompts have equal tokens. A turn's placeholders become image parts in place. If a request has images but no
 placeholder, the images go before the text of the first user turn (as in ms-swift).
 
 Other functions. In: decoding settings, seeds, vLLM's `RequestOutput`. Out: `SamplingParams`, generations, scores. The

@@ -16,9 +16,9 @@ class ImageRules:
     """Where images may come from, and how large they may be. `keys`: the prefix of configuration keys in messages."""
 
     roots: tuple[Path, ...] | None = None  # folders of local images; (): no local images; None: any folder
-    hosts: tuple[str, ...] = ()  # hosts whose URLs may be fetched
-    timeout_s: float = 10.0  # deadline for fetching one image
-    max_bytes: int = 32 << 20  # max bytes of one encoded image
+    hosts: tuple[str, ...] = ()  # hosts from which images may be fetched
+    timeout_s: float = 10.0  # max seconds for fetching one image
+    max_bytes: int = 32 << 20  # max bytes of one encoded (compressed) image
     max_pixels: int = 64_000_000  # max width x height of one image
     cache_bytes: int = 0  # max bytes of fetched images kept in memory
     keys: str = "data."

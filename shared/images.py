@@ -333,7 +333,7 @@ def _webp_size(file: IO[bytes]) -> tuple[int, int]:
 def _orientation(image: Image.Image) -> int:
     try:
         value = image.getexif().get(_ORIENTATION, 1)
-    except _DECODING_ERRORS:  # broken EXIF means no orientation
+    except _DECODING_ERRORS:  # an image with broken EXIF counts as not turned
         return 1
     return value if isinstance(value, int) else 1
 

@@ -20,7 +20,7 @@ V = TypeVar("V")
 MIN_CHARS = 4
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 
-_known: dict[str, str] = {}  # secret value -> `${NAME}`
+_known: dict[str, str] = {}  # each secret value -> `${NAME}` of its variable
 _pattern: re.Pattern[str] | None = None  # has one group per value, in the order of `_known`
 
 

@@ -17,7 +17,7 @@ INSTALL = {
 }
 # transformers imports these packages if they are installed. This project does not use them.
 UNNEEDED = {"torchaudio": "pip uninstall -y torchaudio torchcodec (PyPI has them for CUDA only)"}
-_NO_LIBRARY = "Could not load this library: "  # begins the text of torch's OSError
+_NO_LIBRARY = "Could not load this library: "  # first words of torch's OSError
 
 
 def missing_package(error: Exception) -> ConfigError | None:

@@ -99,7 +99,7 @@ def children(pid: int) -> set[int]:
     """Return the processes that a process has started and not yet reaped. Empty if the process is gone."""
     found: set[int] = set()
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended
+        with suppress(OSError):  # the thread has ended meanwhile
             found.update(map(int, listed.read_text().split()))
     return found
 

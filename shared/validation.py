@@ -18,7 +18,7 @@ from shared.reading import bytes_beside
 Model = TypeVar("Model", bound=BaseModel)
 
 
-_MOST = 200  # max characters of a quoted value
+_MOST = 200  # max characters of a value in a message
 _WORDS = {
     "list_type": "a list",
     "dict_type": "an object with keys",

@@ -27,8 +27,8 @@ T = TypeVar("T")
 # Validation stops at the first wrong item: one error per item of a long wrong list would take gigabytes.
 Items = Annotated[list[T], Field(fail_fast=True)]
 Name = Annotated[str, Field(max_length=512)]
-MAX_RANKS = 4096  # max ranks of one group
-MAX_ANSWERS = 1024  # max answers to one request
+MAX_RANKS = 4096  # max ranks of one broadcast group
+MAX_ANSWERS = 1024  # max answers to one request of `/infer/`
 MAX_PARTS = 4096  # max turns of one request, and max parts of one turn
 MAX_TIMEOUT_S = 86_400.0
 

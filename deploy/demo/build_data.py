@@ -1,8 +1,8 @@
 """Build the demo's data: `python -m deploy.demo.build_data --out DIR --train 1500 --val 100 --test 200`.
 
 In: the number of scenes in each split, their style, and a seed. Out, under DIR: `images/<split>/000000.png`, and per
-split the same annotations twice, `<split>.jsonl` (the project's own format) and `<split>.coco.json`. Both files name
-images relative to DIR.
+split the same annotations twice, `<split>.jsonl` (the project's own format) and `<split>.coco.json`. The image names in
+both annotation files are relative to DIR.
 
 Invariants: scene i of a split depends only on (seed, split, i), not on the number of workers or scenes; annotation
 dropout changes labels, never pixels; the stamp `build.json` is written last. So a folder with the stamp is complete,

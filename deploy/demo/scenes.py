@@ -38,7 +38,7 @@ class Style:
     min_height: int  # min height of a drawn digit, in pixels
     max_height: int
     max_digits: int
-    max_iou: float  # max overlap of two digits' boxes
+    max_iou: float  # max IoU of two digits' boxes
     max_distractors: int = 0  # max number of scrambled digits; they are drawn first, so real digits may cover them
 
 
@@ -63,14 +63,14 @@ class SceneObject:
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scene:
     pixels: NDArray[np.uint8]  # [canvas, canvas, 3]
-    objects: tuple[SceneObject, ...]  # objects in the order of drawing
+    objects: tuple[SceneObject, ...]  # objects in the order in which they were drawn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DigitBank:
     """One split's digit images. `indices`: the images' indices in `load_digits`. No image is in two splits."""
 
-    opacity: NDArray[np.float32]  # [N, 8, 8] in 0..1
+    opacity: NDArray[np.float32]  # [N, 8, 8] opacity of each pixel, from 0 to 1
     labels: NDArray[np.int64]  # [N]
     indices: NDArray[np.int64]  # [N]
 

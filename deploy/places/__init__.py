@@ -2,8 +2,8 @@
 
 A place is a module with three functions. `mistakes(plan, out)` yields the parts of the plan that the place does not
 support. `files(plan, out)` returns the texts of the place's files, by file name. `submit(plan, out)` says how to start
-them. The three functions read only the `Plan`, which is made from the launch file. `python -m tools.docs` writes the
-shipped files under deploy/slurm, deploy/kubernetes, deploy/skypilot and deploy/compose.
+the run with these files. The three functions read only the `Plan`, which is made from the launch file. `python -m
+tools.docs` writes the shipped files under deploy/slurm, deploy/kubernetes, deploy/skypilot and deploy/compose.
 """
 
 from __future__ import annotations

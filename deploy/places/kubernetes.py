@@ -5,9 +5,9 @@ run as a user without rights, on a read-only root file system. Pods write only t
 and to volumes that end with the pod (`/tmp`, `/dev/shm`). A NetworkPolicy lets only the learner's pods reach the
 servers.
 
-The StatefulSet restarts servers. torchrun restarts ranks, up to its limit. Then the Job restarts pods, up to
-`max_requeues` times, not counting restarts after a machine was drained. A wrong configuration (exit code 2) ends the
-Job. All starts of a Job continue one run.
+The StatefulSet restarts servers. torchrun restarts ranks, up to its limit. After the last restart by torchrun, the Job
+restarts pods, up to `max_requeues` times, not counting restarts after a machine was drained. A wrong configuration
+(exit code 2) ends the Job. All starts of a Job continue one run.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ from shared.config.parse import Document, dump_yaml, load_yaml, parse
 from shared.config.yaml import merge
 from shared.wire import TOKEN_VARIABLE
 
-GROUP_PORT = 51216  # port of weight syncs
+GROUP_PORT = 51216  # port of the servers' broadcast groups (weight syncs)
 RENDEZVOUS_PORT = 29400  # port where the torchruns of several machines meet
-SHARED = ("data/", "runs/")  # the folders that every place has
+SHARED = ("data/", "runs/")  # folders that every place provides
 SYSTEM_PORTS = (32768, 60999)  # range from which Linux chooses ports for NCCL and gloo
 HEADER = "# Written by `rollout-launch --to {place}` from {source}. Do not edit: change that file and write it again.\n"
 _VARIABLE = re.compile(r"\$\{(\w+)\}")

@@ -2,11 +2,11 @@
 
 In: the configuration of a checkpoint, and how it is trained. Out: a `MemoryEstimate`, with bytes for each kind of use.
 
-The backward pass of a layer needs the inputs of every matrix product and of every norm. For each token these are 4 x
-hidden, 3 x (query + key + value width) and 3 x intermediate values. With gradient checkpointing only the input of each
-layer is kept. The backward pass then computes the layers again, one at a time, which also needs memory for this layer's
-gradients. Attention stores no matrix of tokens x tokens. The output head takes LOGITS_CHUNK tokens at a time. The
-vision tower computes `merge ** 2` patches for each image token.
+The backward pass of a layer needs the inputs of every matrix product and of every norm. For each token these inputs are
+4 x hidden, 3 x (query + key + value width) and 3 x intermediate values. With gradient checkpointing only the input of
+each layer is kept. The backward pass then computes the layers again, one at a time, which also needs memory for this
+layer's gradients. Attention stores no matrix of tokens x tokens. The output head takes LOGITS_CHUNK tokens at a time.
+The vision tower computes `merge ** 2` patches for each image token.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Tower:
     """The sizes of a stack of equal layers: the decoder, or the vision tower."""
 
     layers: int  # number of layers
-    hidden: int  # width of the values between layers
+    hidden: int  # width of the hidden states between layers
     inner: int  # values per token between a layer's up and down projections
     attention: int  # width of query, key and value together
-    layer_parameters: int  # parameters of one layer
+    layer_parameters: int  # number of parameters of one layer
     adapted: int  # inputs + outputs of a layer's linear modules; LoRA of rank r adds r times as many weights
 
     @property
@@ -78,9 +78,9 @@ class ModelShape:
 class Use:
     """The settings of training that decide how much memory it takes."""
 
-    row_tokens: int  # tokens of a packed row
+    row_tokens: int  # number of tokens of a packed row
     weight_bytes: int = 2  # bytes per weight
-    autocast: bool = True  # `training.bf16`: activations are in bfloat16
+    autocast: bool = True  # True: activations are in bfloat16 (`training.bf16`)
     lora_rank: int | None = None  # None: no adapter, all weights are trained
     checkpointing: bool = True  # gradient checkpointing
     compiled: bool = True
@@ -160,7 +160,7 @@ def _text_tower(text: Mapping[str, Any]) -> Tower:
 def _vision_tower(vision: Mapping[str, Any]) -> Tower:
     hidden, inner = int(vision.get("embed_dim") or vision["hidden_size"]), int(vision.get("intermediate_size") or 0)
     inner = inner or int(hidden * float(vision.get("mlp_ratio", 4)))
-    gated = 3 if vision.get("hidden_act") == "silu" else 2  # Qwen2.5-VL's tower has a gate
+    gated = 3 if vision.get("hidden_act") == "silu" else 2  # Qwen2.5-VL's vision tower has a gate (SwiGLU)
     return Tower(
         layers=int(vision["depth"]),
         hidden=hidden,
@@ -175,7 +175,7 @@ def estimate(shape: ModelShape, use: Use) -> MemoryEstimate:
     """Return the estimated bytes of each kind of use, at the moment of a step when most memory is used."""
     adapter = _adapter_parameters(shape, use.lora_rank) if use.lora_rank else 0
     if adapter:
-        trained, value_bytes = adapter, 4  # peft keeps an adapter in float32
+        trained, value_bytes = adapter, 4  # peft keeps an adapter's weights in float32 (4 bytes)
     else:
         trained = shape.num_parameters - (0 if use.vision_trained else shape.vision_parameters)
         value_bytes = use.weight_bytes

@@ -140,8 +140,8 @@ class Plan:
 
     trainer_variant: str
     world_size: int  # learner ranks
-    per_device_train_batch_size: int  # samples per micro-step and rank
-    gradient_accumulation_steps: int  # micro-steps per optimizer step
+    per_device_train_batch_size: int  # number of samples per micro-step and rank
+    gradient_accumulation_steps: int  # number of micro-steps per optimizer step
     m_steps: int  # number of optimizer steps in which the same rollouts are learned
     effective_batch_size: int  # samples per optimizer step, all ranks together
     packed_rows_per_step: int | None  # packed rows per optimizer step, all ranks together; only reported (R19)
@@ -151,16 +151,16 @@ class Plan:
     vllm_mode: str | None  # `server` or `colocate`
     decode_batch_size: int  # max sequences per rollout GPU and generation call
     decode_mode: str  # `greedy`, `sample` or `beam`
-    tensor_parallel_size: int | None  # devices per colocated engine
+    tensor_parallel_size: int | None  # number of devices (GPUs) per colocated engine
     servers: tuple[ServerEntry, ...]
     sync_mode: str | None  # `full` or `adapter`
     timeout_s: float
     infer_timeout_s: float | None  # seconds; None: the deadline is computed from the server's speed (D16)
-    packing_length: int  # max tokens of a packed row
+    packing_length: int  # max tokens in a packed row
     overlap: bool  # Channel-B learns while the step's other rollouts are generated (R32)
     async_actor_learner: bool  # True: rollouts are made ahead of the steps that learn them
     b_ratio: float | None  # fraction of the steps that run Channel-B
-    channels: tuple[str, ...]  # scheduled channels of the first steps
+    channels: tuple[str, ...]  # scheduled channels (`A` or `B`) of the first steps
 
     def to_json(self) -> dict[str, object]:
         """Return the fields by name as JSON values, with secrets masked. `channels` is left out without `stage2_ab`."""

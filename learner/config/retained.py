@@ -1,7 +1,7 @@
 """Makes a configuration for each entry of `data.retain` (annotations of another kind, which evaluations score too).
 
-In this configuration, `data.train` names the entry's annotations. So all code that reads or checks a run's training
-annotations can read or check the entry's annotations.
+In the made configuration, `data.train` names the annotations of the entry. So all code that reads or checks a run's
+training annotations can read or check the entry's annotations.
 """
 
 from __future__ import annotations

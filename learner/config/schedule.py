@@ -42,7 +42,7 @@ def exact_ratio(b_ratio: float) -> Fraction:
 
     Raises ConfigError outside [0, 1].
     """
-    if not 0.0 <= b_ratio <= 1.0:  # false for NaN too
+    if not 0.0 <= b_ratio <= 1.0:  # the comparison is false for NaN too
         raise ConfigError(
             "stage2_ab.schedule.b_ratio is not a share",
             found=str(b_ratio),

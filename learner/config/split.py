@@ -1,4 +1,4 @@
-"""Returns the section `data` as it applies to one split: `val` and `test` may have, say, a format of their own."""
+"""Returns the section `data` for one split: `val` and `test` may have keys of their own, such as another format."""
 
 from __future__ import annotations
 

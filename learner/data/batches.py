@@ -1,4 +1,4 @@
-"""Yields this rank's micro-batches, epoch after epoch. Prompts are encoded ahead of use.
+"""Yields this rank's micro-batches, one epoch after the other. Prompts are encoded ahead of use.
 
 `Batches`. In: samples, configuration and rank. Out: an endless iterator of `MicroBatch`. The iterator's state is a few
 numbers, equal on all ranks. Micro-batches that were only prefetched are not counted in the state, so a resume repeats
@@ -13,11 +13,11 @@ which micro-batches are left.
 
 `WindowRepeater` hands out each accumulation window (the micro-batches of one optimizer step) `m_steps` times, and marks
 each micro-batch with its `WindowStep`. So rollouts are reused, and no sample is skipped. The last window of an epoch
-may have fewer than `gradient_accumulation_steps` micro-batches. Such a short window is handed out once (R18).
-Invariants: over all ranks, an epoch hands out each sample `m_steps` times, and samples of a short last window once.
-The numbers are the same if the run is resumed inside a window. The state counts whole passes over a window, because a
-pass is one optimizer step. After a resume an unfinished pass starts again from its first micro-batch, because no step
-has learned its samples.
+may have fewer than `gradient_accumulation_steps` micro-batches. A window with fewer micro-batches is handed out only
+once (R18). Invariants: over all ranks, an epoch hands out each sample `m_steps` times, and samples of a short last
+window once. The numbers are the same if the run is resumed inside a window. The state counts whole passes over a
+window, because a pass is one optimizer step. After a resume an unfinished pass starts again from its first micro-batch,
+because no step has learned its samples.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Upcoming(NamedTuple):
 class _SeenShare(NamedTuple):
     share: Share
     given: tuple[Sample, ...]  # this rank's samples as annotated
-    samples: tuple[Sample, ...]  # the same samples, altered by `data.augment`
+    samples: tuple[Sample, ...]  # this rank's samples, altered by `data.augment`
 
 
 def see(

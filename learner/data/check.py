@@ -52,7 +52,7 @@ class CheckedSplit:
     num_samples: int = 0
     dropped: dict[str, dict[str, int]] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
-    split: Split | None = None  # the samples that could be read
+    split: Split | None = None  # samples of the split that could be read
 
 
 def splits(config: RunConfig) -> dict[str, str]:

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 from learner.records import GeometryKind
 from learner.tasks.detection.bins import to_pixels
 
-_GAP = 12  # pixels between two pictures
+_GAP = 12  # pixels between two neighbouring pictures
 
 
 def side_by_side(pictures: Sequence[Image.Image]) -> Image.Image:

@@ -89,9 +89,9 @@ class PromptEncoder:
         """Return the number of tokens of `encode(sample)`, computed from the sizes of the images. Raises the errors of
         `encode`."""
         count = getattr(self.processor, "_get_num_multimodal_tokens", None)
-        if sample.images and count is None:  # this processor cannot count image tokens
+        if sample.images and count is None:  # the model's processor cannot count image tokens
             return len(self.encode(sample).token_ids)
-        text = len(self._token_ids(self._text(sample)))  # each image is one placeholder
+        text = len(self._token_ids(self._text(sample)))  # here each image counts as one placeholder token
         if count is None or not sample.images:
             return text
         one = len(sample.images) == 1  # the size of a single image was already checked

@@ -16,7 +16,7 @@ kind. `BadRecords` keeps the first errors and counts all of them, so that a user
     too_long         prompt, labels and the longest rollout do not fit a packed row
     malformed        everything else (not JSON, a field missing, an id twice): always an error
 
-Records of the following kinds may be right or wrong. Such records are used, and counted in the same way:
+Records of the following kinds may be right or wrong. Records of the kinds below are used, and counted like bad records:
 
     unlabelled       an image without a label file (YOLO), which becomes a scene without objects
     orphan_label     a label file without an image (YOLO)

@@ -1,12 +1,12 @@
 """Decides which samples a rank takes at which micro-step.
 
-In: a position, which is the number of a micro-batch since training began. Out: this rank's share of that micro-batch,
-which is the part that this rank learns. The share depends only on seed, position and rank, so a resume is exact. An
-epoch is one shuffled order of all samples. Micro-batch m takes the next W*n samples of the order (W ranks, n samples
-each), and rank r takes the r-th group of n of these samples. So sample i of rank r has the index ("place") r*n + i
-among the W*n samples. The seed of the sample's request is computed from this place (SPEC: Seeds, D4). The last
-micro-batch of an epoch holds the remaining samples, divided over the ranks as evenly as possible. A rank may get an
-empty share, and still takes part in the step. Invariants: in an epoch, the shares of all ranks together have each
+In: a position, which is the number of a micro-batch since training began. Out: this rank's share (the part that this
+rank learns) of the micro-batch at this position. The share depends only on seed, position and rank, so a resume is
+exact. An epoch is one shuffled order of all samples. Micro-batch m takes the next W*n samples of the order (W ranks, n
+samples each), and rank r takes the r-th group of n of these samples. So sample i of rank r has the index ("place") r*n
++ i among the W*n samples. The seed of the sample's rollout request is computed from its place (SPEC: Seeds, D4). The
+last micro-batch of an epoch holds the remaining samples, divided over the ranks as evenly as possible. A rank may get
+an empty share, and still takes part in the step. Invariants: in an epoch, the shares of all ranks together have each
 sample exactly once. The order of the samples does not depend on W or n. With `repeats` K (`grpo`) each sample has K
 neighbouring places in the order, all of them in one micro-batch of one rank.
 """
@@ -28,7 +28,7 @@ class Share:
 
     epoch: int
     micro_batch: int  # number of the micro-batch in its epoch
-    indices: tuple[int, ...]  # indices into the samples
+    indices: tuple[int, ...]  # indices of the samples in the dataset
     first_req_idx: int  # index of this rank's first sample in the micro-batch of all ranks
     ends_epoch: bool
 

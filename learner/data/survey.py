@@ -1,7 +1,7 @@
 """Describes a split for people: classes, boxes, sizes, probable mistakes, and photographs that two splits share.
 
-In: the samples of `read_split`. Out: a `Survey`, and lines of text. Only `shared_images` reads image files. This
-function reads the first 64 kB of each file whose length occurs in two splits.
+In: the samples of `read_split`. Out: a `Survey`, and lines of text. Only `shared_images` reads image files. To find
+equal photographs, it reads the first 64 kB of each file whose length occurs in two splits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Survey:
     num_images: int
     num_empty: int  # samples without objects
     num_ignored: int  # ignore regions
-    num_unplaced: int  # samples whose prompt has no `<image>`
+    num_unplaced: int  # samples whose prompt has no `<image>` placeholder
     asked_again: Sequence[str]  # photographs of samples that repeat an earlier sample's question, with other objects
     classes: Mapping[str, int]
     boxes_per_image: tuple[int, float, int]  # the fewest boxes of an image, the median, and the most
@@ -52,7 +52,7 @@ class Survey:
     smallest_side_px: float  # median of the boxes' shorter sides, in pixels
     told: Sequence[str]  # a line for each kind of bad record and action
     num_misplaced: int  # boxes that were cut or left out because they have no area or lie outside
-    num_left_out: int  # misplaced boxes that were left out
+    num_left_out: int  # number of misplaced boxes that were left out
     hint: str  # names a unit that fits the boxes' numbers better; empty if there is no such unit
     num_errors: int
 
@@ -257,7 +257,7 @@ def small_boxes(found: Survey, seen: Seen) -> str | None:
 def shared_images(splits: Mapping[str, Sequence[Sample]]) -> dict[tuple[str, str], list[str]]:
     """Return the photographs that two splits share, by pair of splits. Shared photographs have equal content, but their
     names may differ."""
-    by_length: dict[int | str, list[tuple[str, str, Sample]]] = {}  # split, image and sample
+    by_length: dict[int | str, list[tuple[str, str, Sample]]] = {}  # by length of the file
     for split, samples in splits.items():
         for sample in samples:
             for image in sample.images:

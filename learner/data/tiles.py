@@ -1,10 +1,10 @@
 """Computes where the tiles of large photographs lie, and makes training samples of them (`data.tile`).
 
-`predict --tile` asks the model about the whole photograph and about its tiles, so a run learns both. A tile is a `View`
-of its photograph, like an augmented picture. Objects at a tile's border are treated as in augmented pictures: an object
-with at least 35% of its area in the tile is a label, cut at the border. For any other object, the part in the tile is
-an ignore region. Tiles overlap by a quarter of a side. So an object that one tile cuts is whole in the next tile, if
-the object is smaller than the overlap. No function has side effects.
+`predict --tile` asks the model about the whole photograph and about its tiles, so a run learns whole photographs and
+tiles. A tile is a `View` of its photograph, like an augmented picture. Objects at a tile's border are treated as in
+augmented pictures: an object with at least 35% of its area in the tile is a label, cut at the border. For any other
+object, the part in the tile is an ignore region. Tiles overlap by a quarter of a side. So an object that one tile cuts
+is whole in the next tile, if the object is smaller than the overlap. No function has side effects.
 
 A tile has the shape of its photograph, because a model does badly on shapes that it has not learned. A model had
 learned blood cells in photographs of 640 x 480 pixels. In tiles of 400 x 300, 0.87 of its boxes were right, in tiles of

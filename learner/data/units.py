@@ -179,7 +179,7 @@ class Reach:
     def _is_better(self, fit: _Fit) -> bool:
         taken, num = self.taken, self.num
         if self.units == {"pixels"} and fit is self.fits["shares"] and num >= _LEAST and fit.inside >= _ALL * num:
-            return True  # numbers this small are never pixels
+            return True  # boxes with numbers this small are never in pixels
         if num < _LEAST or fit.inside < _ALL * num or fit.least < min(0.5, 2 * taken.least):
             return False
         if taken.inside < _FEW * num:

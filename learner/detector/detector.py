@@ -7,8 +7,8 @@
             print(prediction.name, prediction.boxes)
 
 The model is asked as training asked it (`inference.json` beside its weights). Every box has a score. If the model has a
-calibration, the score is the probability that the box is right. Otherwise the score only ranks boxes: it rises with the
-probability of their tokens.
+calibration, the score is the probability that the box is right. Without a calibration the score only ranks boxes: it
+rises with the probability of their tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shared.images import ImageRules, Images
 
 Photograph = str | Path | Image.Image
 MOST_BYTES = 64 << 20  # max bytes of images in one call to a server
-MOST_PATH = 4096  # max characters of a path
+MOST_PATH = 4096  # max characters of an image's path
 
 
 class Parts(NamedTuple):

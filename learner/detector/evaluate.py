@@ -245,7 +245,7 @@ def _read(
 def _answered(detector: Detector, name: str, samples: Sequence[Sample]) -> Found:
     images = [(sample, image) for sample in samples for image in images_of(sample)]
     boxes: dict[str, list[Scored]] = {}
-    answers: list[ParsedRollout] = []  # the greedy answer to each image
+    answers: list[ParsedRollout] = []  # greedy answer to each image, parsed
     detector.heard = answers.append
     for place, one in detector.predictions({place: image for place, (_, image) in enumerate(images)}):
         if not isinstance(one, Prediction):

@@ -4,9 +4,9 @@ In: for each detector, boxes with scores by image (COCO results, or a model's ow
 threshold, AP, AP50, AUC and calibration error, each F1 and AP with an interval, and the paired difference of every two
 detectors. Boxes are compared in pixels, without rounding.
 
-The threshold is the one with the best F1@0.5 on a validation set, if its results are given. Otherwise the images are
-split in five parts, and each part is scored at the threshold that is best on the others. So no image influences its own
-threshold.
+The threshold is the one with the best F1@0.5 on a validation set, if its results are given. Without a validation set
+the images are split in five parts, and each part is scored at the best threshold of the other parts. So no image
+influences its own threshold.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ class DetectorResult:
 class JudgedBoxes:
     """The N boxes that one detector found in all samples, judged at IoU 0.5 in the order of their scores."""
 
-    line: Sequence[Sequence[Scored]]  # the boxes of each sample
-    samples: NDArray[np.int64]  # [N] index of each box's sample
+    line: Sequence[Sequence[Scored]]  # boxes of each sample, in the order of the samples
+    samples: NDArray[np.int64]  # [N] index of the sample that each box belongs to
     scores: NDArray[np.float64]  # [N]
-    gains: Gains  # [N] objects that the boxes match
-    num_truth: NDArray[np.int64]  # [samples] number of objects
+    gains: Gains  # [N] whether each box is right, and whether it counts
+    num_truth: NDArray[np.int64]  # [samples] number of labelled objects in each sample
 
     @classmethod
     def of(cls, found: Found, samples: Sequence[Sample]) -> JudgedBoxes:

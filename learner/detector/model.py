@@ -3,8 +3,8 @@
 `MODEL` is a checkpoint, an export, any other model's folder, or a run's folder, whose newest checkpoint is taken. A
 checkpoint with an adapter is merged into a folder of its own first: engines serve whole models.
 
-Anyone who can write beside the weights may have put a `config.yaml` there. So only data are taken from this file (D24):
-prompt, task and limits. Readers, imports and variables need a configuration that the user named.
+Anyone who can write beside the weights may have put a `config.yaml` there. So only the prompt, the task and limits are
+taken from such a `config.yaml` (D24). Readers, imports and variables need a configuration that the user named.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class DrawnPicture:
 
     prediction: Prediction
     file: str
-    boxes: Sequence[ScoredBox]  # the boxes that are drawn
+    boxes: Sequence[ScoredBox]
 
     @property
     def counts(self) -> list[tuple[str, int]]:

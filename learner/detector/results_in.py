@@ -261,7 +261,7 @@ class _Naming:
         read_as: ReadAs,
     ) -> None:
         self.rows, self.below, self.read_as = rows, below, read_as
-        self.is_closed = bool(classes.ids or classes.names)  # the annotations list their classes
+        self.is_closed = bool(classes.ids or classes.names)  # True: the annotations have a list of all classes
         self.known = [*(classes.ids or classes.names or sorted({o.desc for s in samples for o in s.objects}))]
         self.numbered = self._numberings(classes)
 

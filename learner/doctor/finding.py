@@ -1,7 +1,7 @@
 """Defines what a check gets (`Situation`) and returns (`Finding`), and calls the rollout servers once for all checks.
 
-Invariants: a check does not raise for what it finds, and does not change its `Situation`. `look` changes nothing on a
-server; each of its calls has a deadline. Imports no torch.
+Invariants: a check raises no error for the faults that it finds, and does not change its `Situation`. `look` changes
+nothing on a server; each of its calls has a deadline. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shared.wire import ScoreCall, ScoreReply, ServerStatus
 if TYPE_CHECKING:
     from learner.sync.canary import CanaryItem
 
-LOOK_TIMEOUT_S = 10.0  # deadline of each answer, without retries
+LOOK_TIMEOUT_S = 10.0  # max seconds until an answer of a server; calls are not repeated
 Verdict = Literal["ok", "warn", "fail", "skipped"]
 
 

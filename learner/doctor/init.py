@@ -1,5 +1,5 @@
 """`rollout-learner init FOLDER`: looks at a folder of photographs and annotations, says what it found, and writes a
-commented run.yaml and server.yaml for this machine. It asks nothing, and replaces no file.
+commented run.yaml and server.yaml for this machine. The command asks nothing, and replaces no file.
 
 In: a folder in one of the layouts of `learner.data.formats.folders`. Out: lines on the terminal and two files. Without
 a split for validation, some of the photographs to train on are held out: a tenth, but at least 20; if there are fewer
@@ -48,8 +48,8 @@ _EVALUATIONS = 10  # number of evaluations in a run; a short run has fewer
 
 # A recipe ends `sft` after two evaluations without a gain, and measured runs on 32 to 256 samples were best after 8 to
 # 72 steps.
-_LEAST_STEPS = 8  # min steps between evaluations
-_MOST_EVALUATED = 500  # max photographs of an evaluation
+_LEAST_STEPS = 8  # min optimizer steps between two evaluations
+_MOST_EVALUATED = 500  # max photographs in an evaluation
 _MAX_ERRORS = 5
 _LEFT_OUT = {"image_missing", "image_size", "too_long"}  # kinds of bad records whose photograph is left out
 
@@ -59,7 +59,7 @@ class Machine:
     """The GPUs of this machine. `named`: the model that the user wants; None: a model that fits."""
 
     num_gpus: int
-    memory_gib: float  # memory of each GPU
+    memory_gib: float  # memory of each GPU, in GiB
     named: str | None = None
 
     @property
@@ -210,7 +210,7 @@ def _print_found(folder: Path, data: DataConfig, found: dict[str, Split], *, div
             f"no split for validation, so {num_val} of {photographs(num_all)} are held out for it, by their ids: "
             "they are not learned (data.val)"
         )
-    limits = PixelLimits(most=pixels_for(_survey_of_all(found)))  # the limits that run.yaml gets
+    limits = PixelLimits(most=pixels_for(_survey_of_all(found)))  # the pixel limits that run.yaml will have
     learned = survey(found["train"]).classes
     for split, read in found.items():
         report = {"about": ["no photograph can be used"], "warnings": []}

@@ -6,8 +6,8 @@ after a step, at most every WRITE_EVERY_S.
 
 A target begins with the answer's first tokens (the prefix), and goes on with tokens that the answer should have had
 (the tail). Each token of the answer has one kind: `kept` (in the prefix), `matched` (in the prefix, and a label is
-learned there), `dropped` (with a reason), or `cut` (after the prefix). Then the tokens of the tail follow. The kind of
-these tokens is `appended`, or `unlearned` if they have no loss.
+learned there), `dropped` (with a reason), or `cut` (after the prefix). After the answer's tokens come the tail's
+tokens. Their kind is `appended`, or `unlearned` if they have no loss.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from learner.tasks.supervision import IGNORED
 from learner.tasks.tokens import TokenPieces, pieces_of
 
 NAME = "answers.json"
-NEWEST = 6  # number of answers in the file
+NEWEST = 6  # max answers in answers.json
 WRITE_EVERY_S = 2.0  # min seconds between two writes of the file
 MAX_TOKENS = 1500  # max written tokens of an answer, and max written tokens of its tail.
 # (text, kind, note). The note is the label that is learned instead of the token, or the reason why the token was

@@ -22,7 +22,7 @@ from learner.records import Sample
 from learner.run.files import AppendedLines
 
 NAME = "groups.jsonl"
-DIGITS = 4  # decimals of written rewards and advantages
+DIGITS = 4  # number of decimals of written rewards and advantages
 EVERY = 10  # in every `EVERY`th step, the answers of one group are written too
 
 
@@ -34,7 +34,7 @@ class ScoredAnswer:
     sample: Sample
     assignment: object
     reward: float
-    advantages: NDArray[np.float64]  # [T], one per token
+    advantages: NDArray[np.float64]  # [T] advantage of each token of the answer
     ends: NDArray[np.int64] | None
 
 

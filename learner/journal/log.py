@@ -69,7 +69,7 @@ class MetricsLog:
     ) -> None:
         self.enabled = enabled
         self.tell: Callable[[str], None] = lambda _: None  # gets the text of each error of a tracker or of the file
-        self._lock = threading.Lock()  # `write` is called by several threads
+        self._lock = threading.Lock()  # a lock, because several threads call `write`
         if not enabled:
             return
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 In: the result of each optimizer step, combined from all ranks. Out: a `RunWarning` when a condition, such as "every
 reward is 0", has held for a number of steps in a row. Steps without rollouts (channel A) are ignored. A lasting
-condition gives one warning. If it ends and comes back, there is another warning. Pure.
+condition gives one warning. If a condition ends and comes back, there is another warning. Pure.
 """
 
 from __future__ import annotations

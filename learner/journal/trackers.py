@@ -1,16 +1,16 @@
 """Experiment trackers: TensorBoard, Weights & Biases and MLflow behind one interface.
 
 `Trackers`. In: the run's configuration, numbers by step, pictures of evaluations, the report. Out: each program of
-`logging.trackers` gets all of these. Only rank 0 has trackers. The run's own files (`metrics.jsonl`, `eval/`) do not
-depend on trackers.
+`logging.trackers` gets the configuration, numbers, pictures and report. Only rank 0 has trackers. The run's own files
+(`metrics.jsonl`, `eval/`) do not depend on trackers.
 
 Invariants: a tracker never ends a run, and never makes it wait. Each tracker has a thread and a bounded queue, so a
 call here takes microseconds, however slow the network and the disk are. If the queue is full, the call is dropped and
 counted. A tracker's first failure is logged as a warning. After MAX_FAILURES failures in a row the tracker gets no more
-calls; they are only counted. `close` waits at most CLOSE_S for all trackers together, and returns how many calls each
-tracker did not get.
+calls, and further calls are only counted. `close` waits at most CLOSE_S for all trackers together, and returns how many
+calls each tracker did not get.
 
-A resumed run continues the same run in wandb and MLflow. `trackers.json` has the ids of these runs.
+A resumed run continues the same run in wandb and MLflow. `trackers.json` has the ids of the runs in wandb and MLflow.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDS = "trackers.json"
-MAX_WAITING = 10_000  # max calls in a tracker's queue
+MAX_WAITING = 10_000  # max queued calls of a tracker
 CLOSE_S = 10.0  # max seconds to wait at the end for all trackers together
 MAX_FAILURES = 20  # number of failed calls in a row after which a tracker gets no more calls
 STEP = "global_step"
@@ -227,7 +227,7 @@ KINDS: Mapping[str, TrackerKind] = {
 }
 
 
-KEEP_FILES = ("wandb", "mlflow")  # trackers that get the run's report
+KEEP_FILES = ("wandb", "mlflow")  # trackers that store the run's report as a file
 
 
 def check_trackers(config: RunConfig) -> None:

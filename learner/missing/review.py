@@ -36,7 +36,7 @@ from shared.errors import DataError
 from shared.images import ImageRules, Images
 from shared.validation import first_wrong
 
-LONGEST_NAME = 200  # max characters of a name
+LONGEST_NAME = 200  # max characters of an object's name
 _DECISION_BYTES = 100 + 12 * LONGEST_NAME  # max bytes of one decision as JSON; a character may become two `\\u0000`
 _MOST_BYTES = 4 << 20  # max bytes of a request: 70,000 decisions with names of usual length
 TEMPLATES = jinja2.Environment(

@@ -2,13 +2,14 @@
 
 In: queries, keys and values of a whole row `[1, H, T, D]`, and where its segments end. Out: `[1, T, H, D]`. Every token
 attends to its own segment only: causally in the language model, to all patches of the same image in a vision tower.
-`use_segment_attention(model)` makes a transformers model use it. The forward pass of a packed row (`packed.py`) gives
-the language model a `SegmentLayout`. Vision towers of the Qwen-VL kind compute the ends of their images themselves
-(`cu_seqlens`).
+`use_segment_attention(model)` makes a transformers model use this attention. The forward pass of a packed row
+(`packed.py`) gives the language model a `SegmentLayout`. Vision towers of the Qwen-VL kind compute the ends of their
+images themselves (`cu_seqlens`).
 
-Answers to one prompt may share it (R47). Then the row has the prompt once, as a piece of its own. Each answer is
-another piece, which attends to the prompt's tokens and to its own, as `SegmentLayout.key_index` says. The keys and
-values of a prompt are repeated for each answer just before the kernel. All other values are computed once per prompt.
+Answers to one prompt may share the prompt (R47): a row with shared prompts has each prompt once, as a piece of its own.
+Each answer is another piece, which attends to the prompt's tokens and to its own, as `SegmentLayout.key_index` says.
+The keys and values of a prompt are repeated for each answer just before the kernel. All other values are computed once
+per prompt.
 
 On CUDA in 16 bits, attention is one varlen kernel per layer. Elsewhere neighbouring segments of similar length share a
 call of torch's scaled dot product attention (SDPA). For the compiler (`compiled.py`) the varlen kernel is one opaque
@@ -102,7 +103,7 @@ def use_segment_attention(model: PreTrainedModel) -> None:
 
 def segment_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,  # [1, H, T, D]
+    query: torch.Tensor,
     key: torch.Tensor,  # [1, H_kv, T, D]
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,

@@ -2,18 +2,18 @@
 
 In: a policy and fixed answers to a few prompts. Out: a `CanaryScorer`, which is called at every sync. The scorer
 computes the answers' log-probabilities with the weights as they are sent: adapters merged, values rounded to the type
-in which they are sent. A server with exactly these values gives the same log-probabilities, except for differences
-between kernels. The effect of merging and rounding is reported separately, as `merge_gap`. To measure this gap, a
+in which they are sent. A server with exactly the same weights gives the same log-probabilities, except for differences
+between kernels. The effect of merging and rounding is reported separately, as `merge_gap`. To measure `merge_gap`, a
 second pass uses the weights as trained. If passes are not captured (see below), only every `MERGE_GAP_EVERY`th sync
 makes this second pass, and the other syncs report the last gap.
 
 On CUDA, a forward pass is captured once as a CUDA graph (`pass_graph.py`). Replaying the graph takes the host a
 millisecond; launching every kernel of a model of 4B from Python takes 0.16 s. A pass with images reads values on the
-host, so while it is captured (in the second call) no other thread may wait for the device. Passes are not captured if
+host, so during its capture (in the second call) no other thread may wait for the device. Passes are not captured if
 weights move (offloading) or are sharded, or if the device has no memory for a graph.
 
 The device replays the pass at the same time as later work (`SideStream`). The replay reads the policy's weights, so
-call `CanaryScores.join` before they change.
+call `CanaryScores.join` before the weights change.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@ names. Supported are text-only causal language models and image-text-to-text mod
 
 Invariants: before `reduce_gradients`, a gradient belongs to the sum of this rank's weighted losses, not to their mean.
 If the model is sharded, a gradient is this rank's part of the gradient of the sum over all ranks. `logprobs` and
-`named_weights` do not affect training. Both methods are collective if the model is sharded.
+`named_weights` do not affect training. If the model is sharded, `logprobs` and `named_weights` are collective.
 
 The patch embedding of Qwen-VL vision towers is a convolution, and each of its inputs is a single patch. The policy
-computes it as a matrix product, which has the same weights, the same names of weights and the same gradients.
+computes the patch embedding as a matrix product, which has the same weights, the same names of weights and the same
+gradients.
 """
 
 from __future__ import annotations

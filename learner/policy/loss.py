@@ -1,8 +1,8 @@
 """Weighted cross-entropy over the supervised tokens of a row.
 
 In: hidden states, and for each supervised token the position that predicts it, its id (target) and its weight. Out: the
-*sum* of weighted losses. The trainer divides the gradients once by the sum of the step's weights, so they do not depend
-on how samples are packed into rows or distributed over ranks.
+*sum* of weighted losses. The trainer divides the gradients once by the sum of the step's weights, so the gradients do
+not depend on how samples are packed into rows or distributed over ranks.
 
 The output head runs only at the positions that predict supervised tokens, LOGITS_CHUNK of them at a time. A row's full
 logits (T x vocabulary) are never computed. A compiled loss does not even store a chunk's logits in float32.

@@ -33,8 +33,8 @@ class HostMemory:
 
     def __init__(self, *, page_locked: bool) -> None:
         self._page_locked = page_locked
-        self._blocks: list[torch.Tensor] = []  # uint8
-        self._used: list[int] = []  # bytes taken in each block
+        self._blocks: list[torch.Tensor] = []  # tensors of uint8, one per block
+        self._used: list[int] = []  # number of bytes in use of each block
 
     def begin(self) -> None:
         """Let `place` give out all memory again. The blocks stay allocated."""

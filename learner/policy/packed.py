@@ -1,4 +1,4 @@
-"""Turns a packed row into the tensors of one forward pass, and runs this pass.
+"""Turns a packed row into the tensors of one forward pass, and runs the pass.
 
 In: a `PackedRow`, whose segments (a prompt and an answer each) have token ids, labels, loss weights and pixels. Out:
 the final hidden states of the row, and for each supervised token the position that predicts it.
@@ -55,8 +55,8 @@ class PackedInputs:
     predict_at: torch.Tensor  # [N] positions in the row that predict the supervised tokens
     targets: torch.Tensor  # [N]
     weights: torch.Tensor  # [N] float32
-    weight_sum: float  # sum of `weights`, computed in float64
-    supervised: tuple[np.ndarray, ...]  # indices of each segment's supervised tokens
+    weight_sum: float  # sum of `weights`, added up in float64
+    supervised: tuple[np.ndarray, ...]  # for each segment the indices of its supervised tokens
     policy: PolicyInputs | None = None  # None: no token has a policy gradient
 
 

@@ -2,8 +2,8 @@
 
 In: torchrun's environment and a timeout. Out: `Ranks`, which all code that communicates between ranks gets.
 
-Gradients are summed locally over a step's rows. Then the sums are reduced over ranks once, in flat float32 buckets, in
-the same order on all ranks. Numbers and objects are sent by gloo, even if tensors are sent by NCCL.
+Gradients are summed locally over a step's rows. After the last row the sums are reduced over ranks once, in flat
+float32 buckets, in the same order on all ranks. Numbers and objects are sent by gloo, even if tensors are sent by NCCL.
 
 Invariants: every rank makes the same calls in the same order. A rank without a gradient for a parameter contributes
 zeros. After `broadcast_parameters` and equal updates all ranks hold equal weights, bit for bit.

@@ -1,16 +1,16 @@
 """Records a forward pass as one CUDA graph, for a pass that is repeated with the same inputs (R09).
 
-In: a pass, and the weights that it reads. Out: a `PassGraph`, whose call repeats the pass with the present weights. The
-host needs a millisecond for this, and does not wait for the device.
+In: a pass, and the weights that it reads. Out: a `PassGraph`, whose call repeats the pass with the present weights.
+Repeating the pass takes the host a millisecond, without a wait for the device.
 
 A model for images reads image sizes on the host, and copies tables to the device. Neither reading nor copying can be
-captured. But the inputs are always the same, so the values that are read or copied are the same in every pass, unless
-they depend on weights. So one pass is recorded in `Notes`: the values read, the values copied, and which tensors depend
-on weights. Then the pass is captured, and gets the recorded values instead of reading and copying.
+captured. But the values that are read or copied are the same in every pass, because the inputs are the same, unless the
+values depend on weights. So one pass is recorded in `Notes`: the values read, the values copied, and which tensors
+depend on weights. The captured pass gets the recorded values instead of reading and copying.
 
 Invariants: a pass is not captured if the host reads values that depend on weights (as in a mixture of experts). Before
-the capture the pass runs once more with the recorded values, and must give the same output. In this trial torch refuses
-operations that wait for the device.
+the capture the pass runs once more with the recorded values, and must give the same output. During this trial pass
+torch refuses operations that wait for the device.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def write_first_logprobs(segments: Sequence[Segment], supervised: Sequence[np.nd
 
 
 def policy_loss(
-    now: torch.Tensor,  # [N] nats, with gradient
+    now: torch.Tensor,  # [N] log-probabilities with the present weights, in nats, with gradient
     weights: torch.Tensor,  # [N]
     policy: PolicyInputs,
     *,

@@ -3,13 +3,13 @@
 In: a model in host memory, and the ranks. Out: a `ShardedForward`, which runs every forward pass. Functions gather a
 whole tensor from the ranks' parts, and cut a rank's part from a whole tensor. No other module handles a DTensor (FSDP's
 type of a sharded tensor). A layer of the decoder or of the vision tower is whole on a device only while it computes.
-The rest of the model (embeddings, head, the first and last layers of the vision tower) is whole during a pass.
+The other parts of the model (embeddings, head, the first and last layers of the vision tower) are whole during a pass.
 
 Invariants: the whole model is never on one device. All ranks make the same passes and the same calls of `whole` in the
 same order, because each is a collective. Every pass uses every layer: a row without an image gets a blank one
-(`packed.py`), and a row without supervised tokens sends a token through the head (`loss.py`). Otherwise ranks with
-different rows would gather and reduce different tensors. Every backward pass sums gradients over ranks, in float32,
-without averaging.
+(`packed.py`), and a row without supervised tokens sends a token through the head (`loss.py`). If a pass left out a
+layer, ranks with different rows would gather and reduce different tensors. Every backward pass sums gradients over
+ranks, in float32, without averaging.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class Compared:
     """The loss on the N tokens of the labels that an answer lacks, computed twice."""
 
     own: NDArray[np.float64]  # [N] nats, after the model's own answer
-    truth: NDArray[np.float64]  # [N] nats, after the preceding labels
-    kinds: NDArray[np.str_]  # [N] kind of each token
+    truth: NDArray[np.float64]  # [N] nats, computed after the preceding labels
+    kinds: NDArray[np.str_]  # [N] kind of each token, see `KINDS`
 
     def sums(self, kind: Kind) -> NDArray[np.float64]:
         """Return three numbers for one kind of token: summed nats after the model's own answer, summed nats after the

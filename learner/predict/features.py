@@ -1,4 +1,4 @@
-"""Computes numbers by name (features) from a measurement. `recommend.py` chooses a method by these numbers.
+"""Computes numbers by name (features) from a measurement. `recommend.py` chooses a training method by the features.
 
 In: `Measured`. Out: each number with its 95% interval over scenes. F1 is computed as in an evaluation: IoU 0.5, the
 same description, counts summed over scenes. Intervals are percentile bootstrap intervals: scenes are sampled with
@@ -121,7 +121,7 @@ def _train(measured: Measured) -> dict[str, Floats]:
     if measured.gaps is not None:
         labels, free, right = sums(measured.gaps).T
         found |= {"missing_labels": _ratio(right, labels + right), "unlabelled_right": _ratio(right, free)}
-    exposure = sums(measured.exposure)  # [1 + draws, kinds, 3]
+    exposure = sums(measured.exposure)  # [1 + resamples, kinds of tokens, 3]
     return found | {
         name: _ratio(exposure[:, i, 0] - exposure[:, i, 1], exposure[:, i, 2]) for i, name in enumerate(KIND_NAMES)
     }

@@ -1,12 +1,12 @@
 """`rollout-learner recipe --config run.yaml --minutes N`: runs the stages one after the other, in one folder.
 
-This process decides what to run, and writes `recipe.json`. Each stage runs in a process of its own (`rollout-learner
-train`, under torchrun if there are several ranks), because a process can start an engine on the GPU only once. This
-process waits for the stage's process, and reads the results from the stage's folder. The recipe's process does not
-import torch.
+The recipe's process decides which stage to run, and writes `recipe.json`. Each stage runs in a process of its own
+(`rollout-learner train`, under torchrun if there are several ranks), because a process can start an engine on the GPU
+only once. The recipe's process waits for the stage's process, and reads the results from the stage's folder. It does
+not import torch.
 
 The files on disk decide what is run next. If the command is given again, ended stages are not repeated. A killed stage
-continues from its newest checkpoint. If this process ends, the stage's process ends too.
+continues from its newest checkpoint. If the recipe's process ends, the stage's process ends too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`recipe.json`: the decisions of a recipe so far, and what each stage gained and lost.
 
 The recipe's process writes the whole file again at each decision. If the same command is given again, the recipe
-continues from this file and the stages' folders. Only stages that have ended are in the file. The report of the
+continues from `recipe.json` and the stages' folders. Only stages that have ended are in the file. The report of the
 recipe's folder shows the file's content.
 """
 
@@ -50,11 +50,11 @@ class StageResult:
 
     name: str
     why: str  # the reason why the stage was run
-    ended: str  # the reason why the stage ended
+    ended: str  # reason why the stage ended
     labels: str  # a sentence on which labels were completed; empty if `labels.complete` is off
     completed: bool  # True: labels were completed
-    seconds: float  # duration of the stage
-    steps: int  # optimizer steps until the last evaluation
+    seconds: float  # seconds that the stage took
+    steps: int  # number of optimizer steps until the last evaluation
     best_step: int  # step of the best evaluation
     score_before: float  # value of `metric` in the first evaluation
     score: float  # value of `metric` in the best evaluation
@@ -89,7 +89,7 @@ class Record:
     that the user's configuration names."""
 
     digest: str  # see `digest_of`
-    minutes: float  # time for all stages together
+    minutes: float  # time of all stages together, in minutes
     metric: str  # name of the metric that decides which weights are best; "auto" until the first stage has ended
     stages: tuple[StageResult, ...] = ()  # stages that have ended, in the order in which they ended
     headroom: Mapping[str, FeatureEstimate] = field(default_factory=dict)  # what `grpo` measured before its first step

@@ -4,7 +4,7 @@ In: the stage's configuration, and the recipe's record in the parent folder of t
 takes over what earlier stages found: completed labels, and, if validation labels are missing, the assumed number of
 validation objects (a range from fewest to most). Headroom is how much better the best of K sampled answers to a
 training sample is than the greedy answer. The stage `grpo` first measures the headroom, unless the record already says
-to run `grpo`. The stage writes the headroom to `headroom.json`, and learns nothing if it is too small.
+to run `grpo`. The stage writes the headroom to `headroom.json`, and learns nothing if the headroom is too small.
 """
 
 from __future__ import annotations

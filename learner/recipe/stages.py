@@ -92,7 +92,7 @@ def grpo_stage(
         values["reward"]["weights"] = dict(BY_IOU)
     complete = values["labels"]["complete"] or CompleteConfig().model_dump(mode="json")
     values["labels"]["complete"] = complete | {"write": None} if completes else None
-    values["loss"]["function"] = None  # grpo learns no labels
+    values["loss"]["function"] = None  # `grpo` learns from rewards, not from labels
     decoding = values["custom"]["extra"]["rollout_matching"]["decoding"]
     # `grpo` must sample rollouts with the probabilities that it learns.
     decoding |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "decode_mode": None}

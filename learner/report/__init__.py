@@ -5,8 +5,8 @@
 
 `read.py` turns a run's files into records. `scores.py` finds out whether each prediction was right, and computes F1
 with its intervals. `results.py`, `training.py` and `scenes.py` make charts, tables and pictures of the records.
-`page.py` gives these to the jinja2 templates in `templates/`, which have the HTML. Templates escape every value, so no
-text from disk is ever interpreted as HTML.
+`page.py` passes charts, tables and pictures to the jinja2 templates in `templates/`, which have the HTML. Templates
+escape every value, so no text from disk is ever interpreted as HTML.
 
 Making a report trains nothing and uses no network. If a run is not finished, its page says what is missing.
 """

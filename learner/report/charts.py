@@ -70,8 +70,8 @@ class Column:
     y: float  # mean y
     low: float  # smallest y, or the lower edge of a band
     high: float  # largest y, or the upper edge of a band
-    first: float  # x of the first point
-    last: float  # x of the last point
+    first: float  # x of the column's first point
+    last: float  # x of the column's last point
 
 
 def thin(points: Sequence[Point]) -> list[Column]:
@@ -131,11 +131,11 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 class Plane:
     """The area of a chart between its axes. The methods map data to drawing units."""
 
-    x_low: float  # data at the left edge
-    x_high: float  # data at the right edge
+    x_low: float  # data value at the left edge
+    x_high: float  # data value at the right edge
     y_ticks: Sequence[float]  # marks of the y axis; the first is at the lower edge, the last at the upper edge
     x_label: str = "step"
-    left: float = LEFT  # edges, in drawing units
+    left: float = LEFT  # left edge of the plane, in drawing units
     right: float = WIDTH - RIGHT
     top: float = TOP
     height: float = HEIGHT  # height of the whole drawing, in drawing units
@@ -161,7 +161,7 @@ class Chart:
     """One figure: lines or stacked bars on a plane, or a row per horizontal bar or interval, or only a text."""
 
     title: str
-    value: str = ""  # text next to the title
+    value: str = ""  # text next to the chart's title
     legend: Sequence[tuple[str, str]] = ()  # (name, color)
     plane: Plane | None = None
     lines: Sequence[tuple[str, Sequence[Column], bool]] = ()  # (color, columns, True: each column has a dot too)
@@ -172,10 +172,10 @@ class Chart:
     bars: Sequence[Bar] = ()  # horizontal bars
     intervals: Sequence[Bar] = ()
     row_height: float = 0.0  # height of the row of a bar or interval, in drawing units
-    text: str = ""  # shown instead of a drawing
+    text: str = ""  # text shown instead of a chart
     marks: Sequence[tuple[float, str, str]] = ()  # (x, tooltip, HTML id of the part of the page with details)
     last: str = ""  # the last number of each line, as a text
-    note: str = ""  # an explanation below the drawing
+    note: str = ""  # explanation below the chart
 
     @property
     def is_flat(self) -> bool:

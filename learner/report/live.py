@@ -71,10 +71,10 @@ class ShownAnswer:
 
     sample_id: str
     facts: Sequence[str]  # short texts: numbers of matched, missed and dropped objects, and the weights' version
-    width: int  # width of the drawing in pixels
+    width: int  # width of the answer's drawing, in pixels
     height: int
     picture: Picture | None
-    file: str  # file name of the first image
+    file: str  # file name of the answer's first image
     shapes: Sequence[tuple[str, str, DetectionObject]]
     tokens: Sequence[tuple[str, str, str]]
 

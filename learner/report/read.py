@@ -1,9 +1,9 @@
 """Reads a run directory into records.
 
-In: `metrics.jsonl` (one event per line), `eval/step_*.jsonl` (one scene per line), `config.yaml`. Any of these files
-may be missing, and the last line of a file may be cut off, because a killed run should have a report too.
-`RunRecord.notes` says what is missing or damaged. If all of these files are missing, DataError is raised. If a resumed
-run repeated an optimizer step, the step's last record is used.
+In: `metrics.jsonl` (one event per line), `eval/step_*.jsonl` (one scene per line), `config.yaml`. Any of the run's
+files may be missing, and the last line of a file may be cut off, because a killed run should have a report too.
+`RunRecord.notes` says what is missing or damaged. DataError is raised only if all files of a run are missing. If a
+resumed run repeated an optimizer step, the step's last record is used.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from learner.report.charts import Chart, Column, Plane, Series, Table, line_char
 from learner.report.records import GroupStep, RunRecord, ScoredScene
 from learner.report.scenes import LEGEND, Picture, image_roots, load_picture, shapes_of_scene
 
-MAX_GROUPS = 4  # max groups that are shown
-NUM_BINS = 12  # bars of the histogram, per part
-BEGIN, END = ("first quarter", "before"), ("last quarter", "after")  # (name, color) of the histogram's parts
+MAX_GROUPS = 4  # max groups of answers that are shown
+NUM_BINS = 12  # number of bars in each part of the histogram
+BEGIN, END = ("first quarter", "before"), ("last quarter", "after")  # (name, color) of the two parts of the histogram
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

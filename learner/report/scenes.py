@@ -74,9 +74,9 @@ class Panel:
     """The answer to a scene in one evaluation, as the page shows it. `shapes`: the objects to draw, as (color, tooltip,
     object)."""
 
-    name: str  # name of the evaluation
+    name: str  # name of the evaluation in the panel's title
     scene: Scene
-    f1: float  # F1 of this scene
+    f1: float  # F1 at IoU 0.5 of this scene alone
     counts: Sequence[str]  # short texts with numbers of right and wrong objects
     shapes: Sequence[tuple[str, str, DetectionObject]]
 

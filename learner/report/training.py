@@ -236,7 +236,7 @@ def _stage2(run: RunRecord) -> dict[str, Chart | None]:
 
 # ---- spikes --------------------------------------------------------------------------------------------------------
 
-MAX_SPIKES = 6  # max steps that are shown
+MAX_SPIKES = 6  # max steps with a spike that are shown
 NAMES = {"loss": "loss", "grad_norm": "gradient norm"}  # metric -> its name on the page
 
 
@@ -314,7 +314,7 @@ class TimelineDrawing:
     """The timeline of one step, ready to be drawn."""
 
     step: StepTimeline
-    lanes: Sequence[str]  # from top to bottom
+    lanes: Sequence[str]  # names of the lanes, from top to bottom
     activities: Sequence[Activity]  # cut to the step's begin and end
     marks_s: Sequence[float]  # marks of the time axis, in seconds from the step's begin
 

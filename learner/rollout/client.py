@@ -56,14 +56,14 @@ from shared.wire import (
 T = TypeVar("T")
 log = logging.getLogger("learner.rollout")
 
-HEALTH_TIMEOUT_S = 5.0  # deadline of one call of /health/.
+HEALTH_TIMEOUT_S = 5.0  # max seconds of one call of /health/
 # Deadline of the call of /health/ that follows a late answer. Without a reply in this time the server is gone.
 LAST_LOOK_S = 3.0
 POLL_S = 5.0  # seconds between two calls of one server's /health/
 MAX_LOOKS_PER_S = 32.0  # max calls of /health/ per second, to all servers together: each takes 1 ms of CPU.
 # If other servers can answer, a server counts as gone when its /health/ has been silent for one of these times:
-BROKEN_S = 2.0  # seconds, after the server broke a connection
-SILENT_S = 30.0  # seconds, if no connection broke
+BROKEN_S = 2.0  # seconds of silence of /health/, after the server broke a connection
+SILENT_S = 30.0  # seconds of silence of /health/, if no connection broke
 REPLY_GRACE_S = 10.0  # seconds added to the server's own deadline, so that the server's error arrives first
 # Uvicorn closes a connection after 5 idle seconds. The client closes a connection earlier, so that uvicorn never closes
 # it just when a new request is sent.
@@ -421,7 +421,7 @@ class ServerClient:
                 # A last short call of `/health/` tells a slow server from a dead one.
                 async with time_limit(LAST_LOOK_S):
                     await self.health()
-            except (ProjectError, TimeoutError) as error:  # the server is gone, not slow
+            except (ProjectError, TimeoutError) as error:  # the server is gone, not only slow
                 said = _last_seen_of(error) if isinstance(error, ProjectError) else "silence"
                 raise self._gone(f"{said} at /health/, which answered {health_age_s:.1f} s ago", LAST_LOOK_S) from error
         derived = "" if self.timeouts.infer_s else ", which follows from max_new_tokens and the server's pace"

@@ -1,7 +1,8 @@
 """vLLM inside the learner's job: `vllm.mode: colocate` (R02, R03, R04, R10, R11, R21).
 
 `ColocatedEngine` is vLLM in the learner's own process, on the learner's device. Only this module calls vLLM's engine.
-One engine spans `tensor_parallel_size` ranks. These ranks run the same requests in the same order. Invariants:
+One engine spans `tensor_parallel_size` ranks. All ranks of an engine run the same requests in the same order.
+Invariants:
 - vLLM works only inside the block `awake`, in which the training state is moved off the device. On CUDA the engine
   sleeps outside the block: its weights are in host memory. If the device has room for the engine and for training, as
   estimated or measured, the engine stays awake, which saves copying its weights. On CPU vLLM cannot sleep, and need

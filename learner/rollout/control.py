@@ -49,7 +49,7 @@ GROUP_PORT = 51216  # group port of a server whose line names no port
 EVERY_S = 15.0  # seconds between two readings of the list
 COMMAND_S = 10.0  # max seconds of the command that prints the list
 MAX_BYTES = 1 << 20  # max bytes of a list; a longer one raises ConfigError
-Listed = Mapping[str, int]  # base_url -> group port
+Listed = Mapping[str, int]  # base_url of each listed server -> its group port
 log = logging.getLogger("learner.rollout")
 
 
@@ -208,9 +208,9 @@ class Discovery:
 
     def __init__(self, source: FileOrCommand, *, every_s: float = EVERY_S) -> None:
         self._source, self._every_s = source, every_s
-        self._named: dict[str, int] = {}  # servers in any list so far
+        self._named: dict[str, int] = {}  # servers that were in any list so far
         self._listed: Listed = {}  # servers in one of the last two lists
-        self._last: Listed = {}  # servers in the last list
+        self._last: Listed = {}  # servers in the list that was read last
         self._due = 0.0  # time of the next reading, in seconds of `time.monotonic`
         self._reading: Future[Listed] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="discovery")

@@ -10,7 +10,8 @@ Formula D4 counts slots. There are `W` ranks with `n` slots each, so `G = W * n`
 `[r * n, (r + 1) * n)`. The servers own the same slots, in server order: server `i` owns the next `ceil(G * s_i / T)`
 slots, where `T = sum(s_i)`. So each slot belongs to one rank and one server. For spans, `n` is the rank's number of
 requests, and each request is one slot: it goes to the server that owns the slot. For quotas, `n =
-floor(decode_batch_size * T / W)` (`chunk_size`). A rank's quota on a server is the number of slots that belong to both.
+floor(decode_batch_size * T / W)` (`chunk_size`). A rank's quota on a server is the number of slots that belong to both
+the rank and the server.
 
 A `Dispatcher` sends one rank's requests to all servers and passes on each answer as it ends. Invariants: a server has
 at most its quota of requests in flight; requests start in request order; while any request waits, every server has its
@@ -18,8 +19,8 @@ whole quota in flight (D9). So a server whose queue is empty takes requests from
 
 If a batch fails, its unanswered requests are sent again in halves. If a server becomes busy after some answers of a
 batch, it has not failed, and the other requests are sent again. A server is lost (this rank stops using it) if it is
-gone, stays busy, or fails one request twice. Its requests go to other servers, with the same seeds (D15). `run` raises
-an error if a request also fails twice on a second server, or if the request is malformed.
+gone, stays busy, or fails one request twice. The requests of a lost server go to other servers, with the same seeds
+(D15). `run` raises an error if a request also fails twice on a second server, or if the request is malformed.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class SeededChoice(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores that are 0 for the sampled token and -inf for all others. Raises RolloutError if the model's
         logits are not finite."""
-        self._draws = self._draws.to(scores.device, torch.float64)  # copied at the first token only
+        self._draws = self._draws.to(scores.device, torch.float64)  # moved to the device at the first token only
         draw = self._draws[:, input_ids.shape[1] - self._prompt_length, None]
         # [B, V], in float64: rounding errors of a float32 sum would exceed the probability of a rare token.
         cumulative = scores.double().softmax(-1).cumsum(-1)
@@ -175,7 +175,7 @@ class ChosenLogprobs:
 
     def __init__(self) -> None:
         self._now = torch.empty(0)
-        self._steps: list[torch.Tensor] = []  # one tensor [B] per token
+        self._steps: list[torch.Tensor] = []  # log-probabilities of the chosen tokens: a tensor [B] per position
 
     def raw(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._now = scores.float().log_softmax(-1)

@@ -1,8 +1,8 @@
 """The rollout servers of a run, which of them serve, and the weights that they serve (D15, R40). Pure.
 
 A `Membership` is immutable: each method returns a new one. Only rank 0 decides on a new membership. At the end of each
-step and of each sync, all ranks adopt it together: this is an agreement (`learner.sync.members`). If a server fails on
-one rank, this rank stops using it at once, and reports it at the next agreement.
+step and of each sync, all ranks adopt the new membership together: this is an agreement (`learner.sync.members`). If a
+server fails on one rank, this rank stops using it at once, and reports it at the next agreement.
 
 A server has one of three states:
     serving     it answers requests. Every serving server has got the weights `served` in a completed sync
@@ -49,7 +49,7 @@ class Membership:
     members: tuple[Member, ...]
     min_servers: MinServers = 1
     number: int = 0
-    served: ServedWeights | None = None  # None: before the first sync
+    served: ServedWeights | None = None  # weights that the servers have; None: before the first sync
 
     @property
     def serving(self) -> tuple[Member, ...]:

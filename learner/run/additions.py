@@ -6,11 +6,12 @@ The format's reader gets from the copy the same samples, ids and images as befor
 in any folder. Other formats and user's readers are refused. Old files are not changed.
 
 The copy says where a new object comes from, in the fields `origin`, `votes` and `answers`: `votes` of the model's
-`answers` answers have the object. An object that a person added has only `origin`. YOLO files cannot have these fields.
+`answers` answers have the object. An object that a person added has only `origin`. YOLO files cannot have the three
+fields.
 
 `RunAnnotations` writes the annotations of a run with completed labels, again after each completion. An old file is
-replaced only if its digest is in `labels/written.json` in the run directory. Such a file was written by the run, and
-nobody has changed it since.
+replaced only if its digest is in `labels/written.json` in the run directory. A file with such a digest was written by
+the run, and nobody has changed it since.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Calls the user's callbacks (`training.callbacks`) on rank 0, and gives every rank the outcome.
 
-In: the end of a step, of an evaluation, of a save. Out: whether the run shall end (`Callbacks.ended_by`). The other
-ranks wait for rank 0's calls. So a failed callback ends the run on all ranks at the same point, at which a checkpoint
-can be written. After a failure no callback is called again.
+In: the end of a step, of an evaluation, of a save. Out: whether the run shall end (`Callbacks.ended_by`). All other
+ranks wait while rank 0 calls the callbacks. So a failed callback ends the run on all ranks at the same point, at which
+a checkpoint can be written. After a failure no callback is called again.
 """
 
 from __future__ import annotations

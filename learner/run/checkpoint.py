@@ -63,8 +63,8 @@ Generators = list[dict[str, torch.Tensor]]
 class TrainerState:
     """The state that a resumed run needs in addition to weights, moments and random generators."""
 
-    global_step: int = 0  # number of optimizer steps done
-    ver: int = 0  # number of weight syncs done
+    global_step: int = 0  # number of completed optimizer steps
+    ver: int = 0  # number of completed weight syncs
     cursor: Mapping[str, object] = field(default_factory=dict)  # position in the data, as JSON
 
     def after_step(self) -> TrainerState:

@@ -9,7 +9,7 @@ systems. Ranks on other nodes then cannot connect, and wait until their deadline
 avoids the loopback.
 
 `keep_compiled` sets the folders in which torch and Triton keep compiled code. A run's first step compiles for minutes.
-With the folder of an earlier run, it takes a fifth of this time.
+With the folder of an earlier run, the first step takes a fifth of this time.
 
 `prepare_for_vllm` sets variables for a vLLM engine inside the learner's process. `prepare_for_vllm` overrides two
 settings of the user, which cannot work here: an engine in a process of its own, and torchrun's store if there is one
@@ -116,7 +116,7 @@ def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Ad
     (Linux)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # the interface has no IPv4 address
+            with contextlib.suppress(OSError):  # the network interface has no IPv4 address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 yield name, ipaddress.IPv4Address(answer[20:24])
     if _INTERFACE_ADDRESSES_V6.exists():

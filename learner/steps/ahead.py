@@ -12,15 +12,15 @@ share, not on how calls and ranks divide the share.
 Weights are synced after `sync_every` executed Channel-B steps. A sync comes earlier if rollouts with the served weights
 would be more than `max_update_lag` updates old at the next Channel-B step. With `version_window: 0` only packs made
 since the last sync are learned. A sync for an evaluation does not count in a pack's age. Before a sync each rank starts
-no new call, and waits for its call in flight. If the step has samples to learn meanwhile, it does not wait: the sync
-then runs between two rows of the step, as soon as no call is in flight, or after the last row. Such a sync sends the
-weights from before the step, because weights change only at the step's end.
+no new call, and waits for its call in flight. If the step has samples to learn meanwhile, the step does not wait for
+the call: the sync then runs between two rows of the step, as soon as no call is in flight, or after the last row. Such
+a sync sends the weights from before the step, because weights change only at the step's end.
 
-A scheduled Channel-B step may find no share that is ready on all ranks. Such a step runs Channel-A if two conditions
-hold: a later step can still learn the unfinished rollouts, and the producers can make rollouts of other shares
-meanwhile. Otherwise the step waits for the unfinished rollouts, because later steps would find no rollouts either. The
-run ends after `max_starved_steps` scheduled Channel-B steps in a row that ran Channel-A. With `b_ratio: 1` every step
-waits.
+A scheduled Channel-B step may find no share that is ready on all ranks. A Channel-B step without rollouts runs
+Channel-A if two conditions hold: a later step can still learn the unfinished rollouts, and the producers can make
+rollouts of other shares meanwhile. If a condition fails, the step waits for the unfinished rollouts, because later
+steps would find no rollouts either. The run ends after `max_starved_steps` scheduled Channel-B steps in a row that ran
+Channel-A. With `b_ratio: 1` every step waits.
 
 Invariants: the invariants of the module `shares` hold; every rank enters a fence (a block in which its producer makes
 no call), or no rank does; all ranks learn the same share. The producer's thread has its own encoder, so the two threads
@@ -138,7 +138,7 @@ class Stage2Ahead(Stage2Steps):
         packs = parts.packs_per_step
         self._sizes = Sizes.of(samples_per_pack=samples_per_pack, packs_per_step=packs, capacity=capacity)
         self._shares = Shares(parts.batches.left, b_ratio=parts.b_ratio, total_steps=total_steps)
-        self._producer: Producer | None = None  # None: before the first sync
+        self._producer: Producer | None = None  # this rank's producer; None: before the first sync
         self._synced_at = 0  # number of optimizer updates in the weights of the servers
         self._next_step = 0
         self._share_of_step = 0

@@ -22,7 +22,7 @@ from learner.records import PackedRow, Segment, VisionInputs
 from learner.steps.source import FreshSteps
 from shared.errors import WindowMismatchError
 
-Fingerprint = tuple[int, int, tuple[str, ...]]  # epoch, micro-batch, sample ids
+Fingerprint = tuple[int, int, tuple[str, ...]]  # (epoch, micro-batch, sample ids) of a `MicroBatch`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -55,12 +55,12 @@ class Completion:
 
     global_step: int
     ver: int  # version of the weights that made the answers
-    rollouts: int  # number of answers to each sample
+    rollouts: int  # number of answers to each sample (K)
     accept: str  # the rule that accepts labels (`labels.complete.accept`)
     min_votes: int | None  # min number of answers that must agree on a new label; None: nothing was completed
     why: str  # reason why nothing was completed; empty otherwise
-    added: int  # number of labels added
-    labels: int  # number of annotated labels
+    added: int  # number of labels that were added
+    labels: int  # number of annotated labels of all samples
     samples: int  # number of samples that got labels
     left_out: int  # number of labels not added, because the sample would not fit a packed row
     right: float | None  # estimated fraction of the added labels that are right; None: not known
@@ -323,6 +323,6 @@ def _added(sample: Sample) -> dict[str, list[list[object]]]:
 
 def read_label(entry: Sequence[Any]) -> DetectionObject:
     """Return a completed label from its entry in `labels/step_N.json`."""
-    desc, kind, bins, (found, answers, *_), *image = entry  # earlier versions wrote a weight, too
+    desc, kind, bins, (found, answers, *_), *image = entry  # files of earlier versions have a weight, too
     votes = Votes(int(found), int(answers))
     return DetectionObject(str(desc), kind, tuple(map(int, bins)), votes, *map(int, image))

@@ -75,10 +75,10 @@ class Evaluations:
         journal: Journal,
         gaps: GapMetrics | None = None,
     ) -> None:
-        self.step: int | None = None  # the step that was evaluated last
+        self.step: int | None = None  # number of the step that was evaluated last
         self._basis, self.backend, self._source, self._syncs = basis, backend, source, syncs
         self._stop, self._journal, self._gaps = stop, journal, gaps
-        self._last: Evaluation | None = None  # the evaluation of `step`
+        self._last: Evaluation | None = None  # result of the evaluation of `step`
         self._calibration: tuple[int, str | None] | None = None  # (step, the calibration fitted on its evaluation)
 
     def evaluate(self, step: int) -> tuple[Mapping[str, float], Mapping[str, float]]:

@@ -2,10 +2,10 @@
 
     Sample x K -> Rollout x K -> rewards -> advantages -> Segment x K
 
-A sample occurs K = `num_generations` times in a row in the data (`data.batches`). These K places, and their K rollouts,
-are its group. Servers, syncs, packing and ranks are used in the same way as for other rollouts. A segment is the prompt
-and the rollout's own tokens, with the stop token. The labels of a segment are the rollout's tokens, and each token has
-an advantage (`target.advantages`) and the log-probability with which it was sampled. The loss is
+A sample occurs K = `num_generations` times in a row in the data (`data.batches`). The K places of a sample, and their K
+rollouts, are its group. Servers, syncs, packing and ranks are used in the same way as for other rollouts. A segment is
+the prompt and the rollout's own tokens, with the stop token. The labels of a segment are the rollout's tokens, and each
+token has an advantage (`target.advantages`) and the log-probability with which it was sampled. The loss is
 `policy.policy_gradient`.
 
 Invariants: one segment per rollout, in order. A group is scored when all of its rollouts have ended, so a stream yields
@@ -19,8 +19,8 @@ mean of all rollouts of the optimizer step, on all ranks.
 
 With `credit: object` each object gets an advantage. After j of its n objects an answer has earned the reward V[j]. The
 answer's reward to go is the reward that it earns later: V[n] - V[j]. After the answer is closed, the reward to go is 0.
-The baseline after j objects is the mean reward to go of the group's other answers that have at least j objects. This
-mean does not depend on the answer itself, so it favours no token. If no other answer has that many objects, the
+The baseline after j objects is the mean reward to go of the group's other answers that have at least j objects. The
+baseline does not depend on the answer itself, so it favours no token. If no other answer has that many objects, the
 advantage is 0: the longest answer of a group learns nothing from its last objects. An object without reward is made
 less likely if other answers earned a reward after as many objects. Closing the answer is made less likely if other
 answers continued and earned more.

@@ -7,8 +7,8 @@ numbered over all ranks. So a sample has the same seed, and therefore the same r
 of ranks.
 
 Finished segments wait in an unlimited queue, so no server waits for the learner. Which segments share a row depends on
-the order in which rollouts end, unless `training.deterministic` is set. Which samples a step learns does not depend on
-this order.
+the order in which rollouts end, unless `training.deterministic` is set. The samples that a step learns do not depend on
+the order in which rollouts end.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ There are four ways to make rows of segments (D6, D9):
 - `ArrivingRows` packs a step's segments while they arrive, in at most as many rows as FIFO.
 - `CompleteRows` packs all segments of a micro-step by best-fit decreasing, in at most as many rows as FIFO.
 - `CarriedRows` (`rollout_matching_sft`) makes one row and carries the other segments to later micro-steps. The row has
-  the oldest segment and the segments that fill it best (exact subset sum). This row is at least as full as FIFO's row.
-  Each row takes the oldest segment, so with N carried segments no segment waits for more than N rows.
+  the oldest segment and the segments that fill it best (exact subset sum). The row of `CarriedRows` is at least as full
+  as FIFO's row. Each row takes the oldest segment, so with N carried segments no segment waits for more than N rows.
 - `SingleRows` gives each segment a row of its own (`training.packing: false`).
 
 FIFO is the baseline: it fills rows in order of arrival, and closes a row at the first segment that does not fit.
@@ -98,7 +98,7 @@ def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     """Return rows as lists of indices into `lengths`. Lengths are packed from the longest to the shortest, each into
     the fullest row that has room for it (Johnson 1973: at most 11/9 of the fewest possible rows + 1)."""
     rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (tokens left, row), ascending.
+    free: list[tuple[int, int]] = []  # (free tokens, index of the row), ascending
     # Segments of equal length keep their order of arrival, so that equal inputs give equal rows.
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         at = bisect_left(free, (lengths[index], 0))

@@ -1,5 +1,5 @@
 """The thread that makes rollouts ahead of learning (R24, R25). A call rolls out some samples of one share (the samples
-of one optimizer step). `shares.ShareQueue` decides which call comes next. This module makes the calls, and keeps their
+of one optimizer step). `shares.ShareQueue` decides which call comes next. The producer makes the calls, and keeps their
 segments in packs (a few segments each) until they are learned.
 
     producer.want([7, 9])                                    # only these shares may be rolled out
@@ -48,7 +48,7 @@ _WHY = {
 class ProducerStats:
     """One rank's queue now, and its producer's totals since the start."""
 
-    queued: int  # packs that wait to be learned
+    queued: int  # number of packs that wait to be learned
     counts: PackCounts
     calls: CallTotals
 

@@ -3,12 +3,12 @@ Pure: no threads, no clock.
 
 A share is the samples of one optimizer step, on all ranks. An epoch's samples are cut, in order, into shares. A step
 learns its share from ground-truth answers (Channel-A) or from rollouts (Channel-B). So a sample is learned once per
-epoch, even if its rollouts are dropped or the run is interrupted. `Shares` says which share a step learns. This choice
-depends only on the schedule and on the shares learned before, so all ranks agree without communication. An epoch has a
-list of shares that are not learned yet. The first shares of this list are for the scheduled Channel-B steps, the others
-for Channel-A. If a Channel-B step finds no rollouts, it learns one of the shares for Channel-A. Unfinished rollouts are
-then learned by a later step. In exchange, the labels of the last share for Channel-B (`given_up`) are learned, by this
-step or a later one.
+epoch, even if its rollouts are dropped or the run is interrupted. `Shares` says which share a step learns. The choice
+of a step's share depends only on the schedule and on the shares learned before, so all ranks agree without
+communication. An epoch has a list of shares that are not learned yet. The first shares of this list are for the
+scheduled Channel-B steps, the others for Channel-A. If a Channel-B step finds no rollouts, it learns one of the shares
+for Channel-A, and a later step learns the unfinished rollouts. As a replacement, the labels of the last share for
+Channel-B (`given_up`) are learned instead of rollouts.
 
 `ShareQueue` is one rank's queue of rollouts. The queue says which generation call may start. Around a weight sync no
 call may start; this is called a fence. A call rolls out neighbouring places of one share. A place is the number of a

@@ -137,7 +137,7 @@ class FreshSteps(StepSource):
         # samples.
         self._owed: list[tuple[int, str]] = []
         self._first_owed = 0  # index of this rank's first owed sample among all ranks' owed samples
-        self._global_step = 0  # the step that began last
+        self._global_step = 0  # number of the step that began last
         self._num_batches = 0  # number of micro-batches of the step that began last
 
     def wants_sync(self, global_step: int) -> bool:

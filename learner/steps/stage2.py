@@ -73,7 +73,7 @@ class Stage2Steps(StepSource):
     def __init__(self, parts: Stage2Parts) -> None:
         self._parts, self._ranks, self._clock = parts, parts.ranks, parts.clock
         self._decision: ChannelDecision | None = None
-        self._global_step = 0  # the step that began last
+        self._global_step = 0  # number of the step that began last
         self._executed_b = 0  # number of Channel-B steps since the run began, also before a resume.
         # Samples that a checkpoint of another trainer variant carried; they are never learned
         self._carried: list[str] = []

@@ -31,7 +31,7 @@ from shared.waits import Deadline
 from shared.wire import CloseCommunicatorCall, InitCommunicatorCall, ServerStatus
 
 T = TypeVar("T")
-StartJoin = Callable[..., Operation[Communicator]]  # `shared.sync.group.start_join`, or a test's replacement
+StartJoin = Callable[..., Operation[Communicator]]  # type of `shared.sync.group.start_join`, which tests replace
 CAUSE_GRACE_S = 2.0  # max seconds to wait, after a connection broke, for the error of the server that broke it
 
 
@@ -59,11 +59,11 @@ class ServerGroup:
     """A group of servers that receive the same broadcasts of weights. The group's ranks connect at the host and the
     group port of its first server."""
 
-    communicator: Communicator  # set once the group is joined
+    communicator: Communicator  # this rank's connection to the group; set once the group is joined
 
     def __init__(self, links: Sequence[ServerLink], *, allow_shared_gpu: bool = False) -> None:
         self.links, self.allow_shared_gpu = tuple(links), allow_shared_gpu
-        self.rank = sum(link.world_size for link in links)  # the learner's rank, the last one
+        self.rank = sum(link.world_size for link in links)  # the learner is the last rank of the group
         self.name = ", ".join(link.base_url for link in links)
 
     def join(

@@ -8,8 +8,9 @@ the same log-probabilities as the learner. No engine generates after a failure. 
 applied, are part of the adapter's version.
 
 The learner's pass on the canary reads only the policy, which does not change during a sync. So if the engine is awake
-and nothing is offloaded, the weights are loaded first, and both sides score at the same time. Otherwise the learner
-scores before the engine wakes, because afterwards the policy is offloaded, or memory is short.
+and nothing is offloaded, the weights are loaded first, and both sides score at the same time. If the engine sleeps or
+state is offloaded, the learner scores before the engine wakes, because afterwards the policy is offloaded, or memory is
+short.
 """
 
 from __future__ import annotations

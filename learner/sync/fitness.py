@@ -1,7 +1,8 @@
 """Checks that a rollout server fits a run: it answers, has the learner's model, and reads prompts like the learner.
 
 In: a server's status, and prompts as the learner encodes them. Out: nothing, or an error that names the server (R03,
-R08, R16). The checks run before the first sync: a sync overwrites the server's weights before it finds such an error.
+R08, R16). The checks run before the first sync: a sync would overwrite the weights of a wrong server before the error
+is found.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ is raised, with the server named. Invariants (R09, R24, D1): only rank 0 talks t
 update -> barrier`. An update is complete when each server has passed two checks: all tensors came with the right bytes,
 and the server's log-probabilities of fixed answers (the canary) are close to the learner's. The server compares the
 log-probabilities too, and serves nothing before that. A bucket is gathered, packed and sealed while earlier buckets are
-sent. The learner scores the canary before the update begins, so no server waits for it. The base weights, to which an
-adapter is applied, are sent as an update of their own, with its own version. The update with the base weights also
-brings back a server that serves nothing after a failed update (poisoned).
+sent. The learner scores the canary before the update begins, so no server waits for these scores. The base weights, to
+which an adapter is applied, are sent as an update of their own, with its own version. The update with the base weights
+also brings back a server that serves nothing after a failed update (poisoned).
 
 `members.py` knows which servers take part (D15, R40). A server that failed is left out of the next try. If no single
 server caused the failure, the sync is repeated once. While too few servers answer, the silent servers are asked again
@@ -107,7 +107,7 @@ class ServerDelivery:
         self._newcomers = Deadline(0.0)  # one deadline for join and update together, if new servers take part
         self._deadline = Deadline(0.0)  # deadline for reaching as many servers as this sync needs
         self._parts: dict[str, float] = {}  # seconds that each part of this sync took
-        self._learner: dict[tuple[torch.dtype | None, Mode], CanaryScores] = {}  # the learner's scores for this sync.
+        self._learner: dict[tuple[torch.dtype | None, Mode], CanaryScores] = {}  # the learner's scores in this sync
         # Number of syncs for which the learner computed scores.
         self._num_scored: Counter[tuple[torch.dtype | None, Mode]] = Counter()
 

@@ -9,9 +9,9 @@ Encodings of short texts are cached.
 cross the cut. In: a tokenizer's encoding, its added tokens and its vocabulary. Out: the ids of the whole text, or None
 if the text cannot be cut safely. Tokenizers split at an added token `<|...|>` first, so the text between two added
 tokens always has the same tokens. A coordinate in digits stands between one of `[ ,` and one of `,]`. If no token has a
-digit next to such a character, no token crosses the number's ends. But how a pre-tokenizer splits the text between two
-numbers may depend on their digits. So this text is encoded with a digit on either side, and used only if these digits
-are separate tokens.
+digit next to such a character, no token crosses the number's ends. A pre-tokenizer may split the text between two
+numbers differently for different digits. So the text between two numbers is encoded with a digit on either side, and
+used only if these digits are separate tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NUM_BINS = 1000
 _ADDED_TOKEN = r"(<\|[^|<>]*\|>)"
 _NUMBER = r"(?<=[\[ ])(0|[1-9][0-9]{0,2})(?=[,\]])"
 _NO_NUMBER = r"((?!))"
-_DIGIT = "0"  # stands for any digit.
+_DIGIT = "0"  # an example: it stands for any digit
 # The characters that can be next to a number. Whitespace is given twice: as in byte-level vocabularies, and plain, as
 # in added tokens.
 _BESIDE = r"[\[\], \t\n\rĠĉĊč]"
@@ -180,7 +180,7 @@ class TokenPieces:
 
     def text(self, token_ids: Sequence[int]) -> TokenText:
         """Return the text of `token_ids`, with the end of each token."""
-        ids = np.frombuffer(pack(f"{len(token_ids)}q", *token_ids), dtype=np.int64)  # twice as fast as fromiter
+        ids = np.frombuffer(pack(f"{len(token_ids)}q", *token_ids), dtype=np.int64)  # twice as fast as np.fromiter
         lengths = self.lengths(ids)
         at = ranges(self._begins.take(ids, mode="clip"), lengths)
         return TokenText(ids, self._bytes.take(at).tobytes(), lengths.cumsum())

@@ -135,7 +135,7 @@ def _compose(raw: bytes, file: str) -> yaml.Node | None:
         raise ConfigErrors.one(
             file, str(error).splitlines()[0], "YAML text", "remove the special characters"
         ) from error
-    except (ValueError, OverflowError) as error:  # escapes beyond Unicode, such as "\Uffffffff"
+    except (ValueError, OverflowError) as error:  # the text has escapes beyond Unicode, such as "\Uffffffff"
         raise ConfigErrors.one(file, str(error), "YAML text", "fix the escape sequence") from error
 
 
@@ -336,7 +336,7 @@ def _read_bytes(path: Path, *, is_base: bool) -> bytes:
             raise ConfigErrors.one(str(path), "no regular file", "a YAML file", "name a file")
         with path.open("rb") as stream:
             return stream.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+    except (OSError, ValueError) as error:  # ValueError: the path has a NUL character
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         remedy = f"check the path (the working directory is {Path.cwd()})"
         raise ConfigErrors.one(str(path), f"no readable file ({reason})", "a YAML file", remedy) from error

@@ -1,10 +1,10 @@
 """Loads a LoRA adapter from memory into the model that a vLLM worker serves, and checks every tensor (R08, R09).
 
 `AdapterLoad` takes the adapter's tensors and replaces the served adapter with them. `BaseWeightLoad` is a full update
-of a model that takes adapters: it loads the layers below vLLM's LoRA wrappers and removes the served adapter. The two
-classes are used like `loading.WeightLoad`, and only while nothing is generated. Invariants: nothing is replaced before
-every tensor has found its layer; the learner has multiplied `lora_B` with the adapter's scaling, so no scaling is
-applied here.
+of a model that takes adapters: it loads the layers below vLLM's LoRA wrappers and removes the served adapter.
+`AdapterLoad` and `BaseWeightLoad` are used like `loading.WeightLoad`, and only while nothing is generated. Invariants:
+nothing is replaced before every tensor has found its layer; the learner has multiplied `lora_B` with the adapter's
+scaling, so no scaling is applied here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Loads checkpoint tensors into the model that a vLLM worker serves, and checks that every parameter was written (R09).
 
 Runs in the process of the model: the server's workers, or a learner with a colocated engine. If the served tensors have
-the checkpoint's layout (unquantized dense layers on CUDA), they are overwritten in place. Otherwise vLLM reloads layer
-by layer, as on CPU, where the backend repacks linear weights and drops the originals.
+the checkpoint's layout (unquantized dense layers on CUDA), they are overwritten in place. If the layouts differ, vLLM
+reloads layer by layer, as on CPU, where the backend repacks linear weights and drops the originals.
 
 Coverage (that all weights were replaced) is checked twice: every tensor of the model's checkpoint has arrived, and
 every served parameter was written or shares memory with a written one.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Named = Sequence[tuple[str, torch.Tensor]]
-_NAMES_SHOWN = 5  # max names in an error
+_NAMES_SHOWN = 5  # max names of tensors in an error
 
 # Operations that pad a parameter. They need not be repeated, because the padding stays.
 _CONSTANTS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}

@@ -39,7 +39,7 @@ from shared.waits import Deadline, Retry
 
 CARD_BYTES = 256
 HELLO_S = 5.0  # longest time from a connection to its proof
-MAX_GUESTS = 64  # max connections without a proof
+MAX_GUESTS = 64  # max connections that have not sent a proof yet
 _POLL_S = 0.01
 _BACKLOG = 1024  # max connections that the kernel queues until they are accepted
 _PORT_PATIENCE_S = 10.0  # longest wait for a port that another process has just left

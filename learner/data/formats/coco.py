@@ -1,11 +1,10 @@
 """`coco`: one sample per image, one object per annotation. The name of the category is the description.
 
-With `task.geometry: poly`, polygons and run lengths are the objects' outlines. Otherwise outlines are read only if an
-annotation has no box; then the box around the outline is used. Run lengths (RLE) become their mask's outline. Run
-lengths as text are as in COCO's reference (`rleFrString` in pycocotools): each character has five bits, and a run is
-stored as its difference from the run two before. `iscrowd` and `ignore` make ignore regions. If `width`
-and `height` are missing, the image's own size is read. If CVAT's `attributes.rotation` turns a rectangle, the enclosing
-box is used.
+With `task.geometry: poly`, polygons and run lengths are the objects' outlines. With other geometries, outlines are read
+only if an annotation has no box, and the box around the outline is used. Run lengths (RLE) become their mask's outline.
+Run lengths as text are as in COCO's reference (`rleFrString` in pycocotools): each character has five bits, and a run
+is stored as its difference from the run two before. `iscrowd` and `ignore` make ignore regions. If `width` and `height`
+are missing, the image's own size is read. If CVAT's `attributes.rotation` turns a rectangle, the enclosing box is used.
 """
 
 from __future__ import annotations
@@ -316,7 +315,7 @@ def _of_annotation(
 _TOLERANCE = 1.0  # max distance in pixels between a polygon and the stepped edge of its mask.
 # Reading a mask takes 33 us per run length.
 MOST_RUNS = 1 << 16  # max run lengths of a mask
-_MOST_CHARACTERS = 7  # max characters of one run length as text: 35 bits
+_MOST_CHARACTERS = 7  # max characters of one run length in a text: seven have 35 bits
 
 
 def outline_of(segmentation: object, size: Size | None, max_pixels: int) -> list[float]:

@@ -41,7 +41,7 @@ def format_of(data: DataConfig, path: str) -> Format:
         return "datasets"
     file = Path(path)
     if not is_there(file):
-        file = Path(path.rpartition(":")[0] or path)  # `name:split` without the split
+        file = Path(path.rpartition(":")[0] or path)  # the path without `:split`, if it has one
     if not is_there(file):
         raise DataError(
             "an annotation file is missing",
@@ -54,7 +54,7 @@ def format_of(data: DataConfig, path: str) -> Format:
     # be a mistake.
     if data.format == "auto" and file.is_file():
         refuse_foreign(file)
-    found = _detected(file) if data.format == "auto" else cast("Format", data.format)  # not a user's reader
+    found = _detected(file) if data.format == "auto" else cast("Format", data.format)  # `format` names no reader here
     if found is None:
         refuse_foreign(file)
         raise DataError(

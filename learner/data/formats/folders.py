@@ -54,7 +54,7 @@ class Annotations:
     path: str
 
 
-Found = dict[str, Annotations]  # by split; "": all annotations
+Found = dict[str, Annotations]  # split -> its annotations; "" if nothing is split
 
 
 def splits_in(folder: Path) -> Found:
@@ -111,7 +111,7 @@ def _only(found: dict[str, Annotations]) -> Annotations | None:
 
 
 def _coco(folder: Path) -> dict[str, Annotations]:
-    own = folder / "_annotations.coco.json"  # its name in Roboflow's exports
+    own = folder / "_annotations.coco.json"  # file name in Roboflow's exports
     if own.is_file():
         return {"": Annotations("coco", str(own))}
     for place in (folder / "annotations", folder / "Annotations", folder):
@@ -119,7 +119,7 @@ def _coco(folder: Path) -> dict[str, Annotations]:
         # JSON files may also be Labelme's, which writes one for each image.
         if files and is_labelme(files[0]):
             return {}
-        instances = [file for file in files if file.name.startswith("instances")]  # captions and keypoints are left out
+        instances = [file for file in files if file.name.startswith("instances")]  # without captions and keypoints
         if found := _by_name(instances or files, "coco"):
             return {split: Annotations(json_format(Path(one.path)), one.path) for split, one in found.items()}
     return {}

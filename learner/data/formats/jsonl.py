@@ -4,7 +4,7 @@ Coordinates are pixels. Image paths are relative to the file's folder or `image_
 of `messages` is dropped. Without `id` the line number is the id. An object with `"ignore": true` (or `iscrowd`,
 `difficult`) is an ignore region. `width` and `height` are the size of the image. If width and height are missing, the
 size is read from the image file. If a row has several images, each object says which image it is in (`"image": 2`,
-counted from 1). Then `width` and `height` hold for every image, or `sizes` lists the size of each one.
+counted from 1). For several images, `width` and `height` hold for every image, or `sizes` lists the size of each one.
 
     {"id": "a-17", "messages": [{"role": "user", "content": "<image>Detect every digit."}], "images": ["images/17.png"],
      "objects": [{"desc": "seven", "bbox_2d": [12, 40, 31, 77]}], "width": 128, "height": 128}

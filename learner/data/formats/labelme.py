@@ -1,8 +1,8 @@
 """`labelme`: one JSON file per image, in a folder and its sub-folders.
 
-Rectangles have two corners, in any order. With `task.geometry: poly` polygons are read as polygons. Otherwise the box
-around a polygon is used. For a circle, the box around it is always used. Points and lines are left out, and counted. If
-the image file is missing, the image stored in the JSON (`imageData`) is used.
+Rectangles have two corners, in any order. With `task.geometry: poly` polygons are read as polygons. With other
+geometries, the box around a polygon is used. For a circle, the box around it is always used. Points and lines are left
+out, and counted. If the image file is missing, the image stored in the JSON (`imageData`) is used.
 """
 
 from __future__ import annotations

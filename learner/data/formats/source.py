@@ -126,7 +126,7 @@ class Nearby:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._lock = Lock()  # `find` is called by several threads
+        self._lock = Lock()  # a lock, because several threads call `find`
         self._by_name: dict[str, list[Path]] | None = None
 
     def find(self, written: str) -> Path | None:

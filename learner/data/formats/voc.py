@@ -136,7 +136,7 @@ def _of_xml(file: Path, images: VocImages, source: Source) -> RawRecord | None:
     except OSError as error:
         source.bad.meet("malformed", place.error("the file is missing", found=str(error), wanted="an XML file"))
         return None
-    except (ElementTree.ParseError, LookupError, ValueError) as error:  # LookupError: an unknown encoding
+    except (ElementTree.ParseError, LookupError, ValueError) as error:  # LookupError: the XML names an unknown encoding
         found, wanted = str(error)[:300], "Pascal VOC: size, and objects with name and bndbox"
         source.bad.meet("malformed", place.error("not Pascal VOC", found=found, wanted=wanted))
         return None
@@ -162,7 +162,7 @@ _PARENTS = {  # allowed parents of the tags that are read
     "filename": ("annotation",),
     "object": ("annotation",),
     "part": ("object",),  # VOC 2012 has boxes for a head or a hand, which are not objects
-    "name": ("object", "part", "owner", "attribute"),  # CVAT's attributes are read for `rotation`
+    "name": ("object", "part", "owner", "attribute"),  # the names of CVAT's attributes are read, to find `rotation`
     "bndbox": ("object", "part"),
     **dict.fromkeys(("width", "height"), ("size",)),
     **dict.fromkeys(_CORNERS, ("bndbox",)),
@@ -221,7 +221,7 @@ def _check_place(tag: object, parent: object) -> None:
     """Raises ValueError if a tag that is read has another parent or another spelling."""
     if not isinstance(tag, str):
         return  # a comment
-    name = tag.rpartition("}")[2].lower()  # the namespace is cut off
+    name = tag.rpartition("}")[2].lower()  # the XML namespace `{...}` is cut off
     parents = _PARENTS.get(name)
     if parents is None or parent == "source":
         return

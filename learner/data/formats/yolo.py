@@ -33,7 +33,7 @@ from shared.reading import as_here, is_there, yaml_of
 SPLITS = ("train", "val", "valid", "test")
 CLASS_FILES = ("classes.txt", "obj.names")
 _WANTED = "a mapping with `names` and, for each split, a folder or a list of images"
-_MAX_BYTES = 1 << 20  # max characters of data.yaml
+_MAX_BYTES = 1 << 20  # max characters of a data.yaml
 _VISIBILITIES = (0.0, 1.0, 2.0)
 
 

@@ -2,9 +2,9 @@
 
 Samples (one image each, or several images that belong together) are drawn at random with replacement. COCO's matches do
 not depend on other images, so they are made once (pycocotools). A draw (one resample) weights each sample by the number
-of times it was drawn. This gives the same result as pycocotools with a copy of a sample for each time, because copies
-of a box have equal scores and are neighbours in the ranking. The results differ only if two boxes in one image have
-equal scores. No side effects.
+of times it was drawn. The weights give the same result as pycocotools with copies of a sample that was drawn several
+times, because copies of a box have equal scores and are neighbours in the ranking. The results differ only if two boxes
+in one image have equal scores. No side effects.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RankedBoxes:
 
     name: str
     scores: NDArray[np.float64]  # [D]
-    images: NDArray[np.int64]  # [D] index of each box's sample
+    images: NDArray[np.int64]  # [D] index of the sample that each box belongs to
     right: NDArray[np.bool_]  # [T, D] True: at this threshold the box is matched with an object
     wrong: NDArray[np.bool_]  # [T, D] True: at this threshold the box is matched with no object and no ignore region
     truth: NDArray[np.float64]  # [samples] number of objects in each sample, without ignore regions

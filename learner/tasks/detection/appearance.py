@@ -5,11 +5,12 @@ find the probability that its box is right; `gaps` and `ranking` judge names. No
 missing at random, because an object looks the same with and without a label.
 
 1. *Examples.* Labelled boxes are moved. A moved box with an IoU of 0.55 or more with its label is an example of a right
-   box. With an IoU of 0.08 to 0.45 it is an example of a misplaced box. Edges at the photograph's border are not moved.
+   box. A moved box with an IoU of 0.08 to 0.45 is an example of a misplaced box. Edges at the photograph's border are
+   not moved.
 2. *Scores.* A logistic regression with an L2 penalty separates right from wrong examples by the pixels in and around
-   the box. A class with `OWN_CLASS` labels has its own classifier. The other classes share a classifier, which does not
-   use names. Photographs are divided into `FOLDS` parts. Each part is scored by a classifier that was fitted on the
-   other parts.
+   the box. A class with `OWN_CLASS` labels has its own classifier. All classes with fewer labels share a classifier,
+   which does not use names. Photographs are divided into `FOLDS` parts. Each part is scored by a classifier that was
+   fitted on the other parts.
 3. *Shares.* The scores of finds are modelled as a mixture of two distributions: the scores of right examples, and the
    scores of misplaced examples. A share is the weight of one distribution in the mixture. EM estimates the shares
    separately by class, by number of votes, and for boxes at the photograph's border. The probability that a find is

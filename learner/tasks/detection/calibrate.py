@@ -54,8 +54,8 @@ class Bin(NamedTuple):
 
     low: float
     high: float
-    score: float  # mean score of the boxes
-    right: float  # fraction of the boxes that are right
+    score: float  # mean score of the bin's boxes
+    right: float  # fraction of the bin's boxes that are right
     number: int
 
 

@@ -11,9 +11,9 @@ In: a sample, and the objects of K answers to it, sampled from the model. Out: t
 3. Free clusters become labels if they have at least `min_votes` votes, or if they are probably right (`probable`). A
    completed label keeps its votes.
 
-Both rules need an estimate of how often free clusters are right. `gaps.py` makes the estimate from the pixels. If that
-is not possible, the estimate comes from votes; it is correct only if labels are missing at random. Over all samples,
-let c clusters with v votes confirm labels, d clusters contradict labels, and f clusters be free:
+The rules `min_votes` and `probable` need an estimate of how often free clusters are right. `gaps.py` makes the estimate
+from the pixels. If pixels give no estimate, it comes from votes, and is correct only if labels are missing at random.
+Over all samples, let c clusters with v votes confirm labels, d clusters contradict labels, and f clusters be free:
 
     at labelled places     p = c / (c + d)                 name and box are right
     elsewhere              s = min(1, r (c + d) / f)       there is an object

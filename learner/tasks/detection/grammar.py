@@ -45,7 +45,7 @@ IMAGE_NUMBER = re.compile(_IMAGE_NUMBER)
 class Grammar:
     opener: str
     closer: str
-    indexed: bool  # entries are named `object_N`
+    indexed: bool  # True: entries have the keys `object_N`
     desc_name: str
     digits: bool
     numbered: bool  # True: each entry has a field `image`
@@ -53,7 +53,7 @@ class Grammar:
     entry_pattern: re.Pattern[bytes]  # the text up to an object's "{"; group 1 is the object's name, if `indexed`
     next_pattern: re.Pattern[bytes]  # the text after an entry; group 1 is ",", the closing bracket, or empty
     usual_pattern: re.Pattern[bytes]  # a correct entry with fields in the usual order; used for speed
-    list_pattern: re.Pattern[bytes]  # a list that holds only coordinates
+    list_pattern: re.Pattern[bytes]  # matches a list that has only coordinates
 
     def coordinate_text(self, value: int) -> str:
         """Return bin `value` as it is spelled in an answer."""

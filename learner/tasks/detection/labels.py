@@ -5,19 +5,20 @@ their labels. No side effects.
 
 The rule is the same for both spellings of coordinates (one coordinate token, or digits). The predicted number and the
 true number are compared token by token. Up to the first difference each token is its own label. At the first difference
-the label is the true number's token. The rest of the predicted number is masked. A coordinate token is a number of one
-token, so its label is the true token. One token may hold digits and also brackets, commas or spaces (`spelling.py`). If
-the true number is longer (`123,` instead of `12,`), the first difference may be at the token after the predicted
-number. This token may already belong to the tail. If a token holds parts of two numbers, it gets the first number's
-label. A matched pair is not supervised if its kinds of geometry differ, or if its polygons have different numbers of
-points. All numbers of an answer are labelled in one call, because there are hundreds.
+the label is the true number's token. The predicted number's tokens after the first difference are masked. A coordinate
+token is a number of one token, so its label is the true token. One token may hold digits and also brackets, commas or
+spaces (`spelling.py`). If the true number is longer (`123,` instead of `12,`), the first difference may be at the token
+after the predicted number. The token after the predicted number may already belong to the tail. If a token holds parts
+of two numbers, it gets the first number's label. A matched pair is not supervised if its kinds of geometry differ, or
+if its polygons have different numbers of points. All numbers of an answer are labelled in one call, because there are
+hundreds.
 
 Descriptions (`loss.matched_desc_weight`). Matching uses IoU alone, so a prediction in the right place may have the
 wrong name. The prefix's text has weight 0 in the loss on Y_train, so wrong names are corrected only with this key. The
 rule for numbers also holds for names: tokens are their own labels up to the first difference, where the label is the
-true token. The rest is masked. A token that holds any byte of the description belongs to it. If the true description is
-longer, the first difference may be at the token after the description. The tokenizer may split the description's text
-into other tokens than the rollout's. Then the whole description is masked.
+true token. Later tokens of the name are masked. A token that holds any byte of the description belongs to it. If the
+true description is longer, the first difference may be at the token after the description. The tokenizer may split the
+description's text into other tokens than the rollout's. In this case the whole description is masked (not learned).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ names are equal. Among all assignments of allowed pairs, one with the most pairs
 pairs, the one with the largest total IoU is chosen.
 
 A prediction without a pair counts neither as right nor as wrong if it lies in an ignore region (`Sample.ignored`) of
-its class: the part of its area in the region is at least the threshold. This is COCO's rule for crowds. No side
-effects.
+its class: the part of its area in the region is at least the threshold. COCO treats crowd regions in the same way. No
+side effects.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Overlaps:
     """P predictions of one sample compared with its G objects and its ignore regions."""
 
     iou: Floats  # [P, G] IoU of prediction and object
-    same: NDArray[np.bool_]  # [P, G] equal names
+    same: NDArray[np.bool_]  # [P, G] True: prediction and object have equal names
     inside: Floats  # [P] the largest fraction of a prediction's area that lies in one ignore region of its class
     inside_any: Floats  # [P] the largest fraction of a prediction's area that lies in one ignore region, of any class
 
@@ -112,7 +112,7 @@ class Gains(NamedTuple):
     So the predictions with a score of at least s have `right[scores >= s].sum()` pairs, and `judged[scores >= s].sum()`
     of these predictions count as right or wrong."""
 
-    right: Floats  # [N] 0 or 1
+    right: Floats  # [N] 1 if the prediction adds a right pair, else 0
     judged: Floats  # [N] 0 for a prediction that does not count
 
     def outcomes(self, scores: Floats) -> tuple[Floats, Floats]:

@@ -6,8 +6,8 @@ Predictions and labels are matched anew, because the matches of training ignore 
 matchings: among pairs with the same description (`tp`), and among all pairs (`tp_any`).
 
 Ignore regions (`Sample.ignored`). A prediction counts neither as right nor as wrong if it matches no object and lies in
-an ignore region of its class: the part of its area in the region is at least the IoU threshold. This is COCO's rule for
-crowds.
+an ignore region of its class: the part of its area in the region is at least the IoU threshold. COCO treats crowd
+regions in the same way.
 
 Metrics by name. A true positive needs IoU >= t *and* the same description; `*_any` ignore descriptions. A ratio with
 denominator 0 is 0.
@@ -63,7 +63,7 @@ from learner.tasks.detection.grammar import NUM_BINS
 from learner.tasks.detection.match import Overlaps
 from shared.errors import DataError
 
-THRESHOLDS = tuple(t / 100 for t in range(50, 100, 5))  # IoU thresholds, 0.50 to 0.95
+THRESHOLDS = tuple(t / 100 for t in range(50, 100, 5))  # IoU thresholds of F1@mIoU and AP: 0.50 to 0.95
 DUPLICATE_IOU = 0.9
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 COLUMNS = (
@@ -71,15 +71,15 @@ COLUMNS = (
     "truth",  # ground-truth objects
     "predictions",  # valid predictions
     *(f"tp@{t:.2f}" for t in THRESHOLDS),
-    *(f"tp_any@{t:.2f}" for t in THRESHOLDS),  # true positives if descriptions are ignored
+    *(f"tp_any@{t:.2f}" for t in THRESHOLDS),  # true positives if names (descriptions) need not be equal
     *(f"ignored@{t:.2f}" for t in THRESHOLDS),  # predictions in ignore regions that are not true positives
-    *(f"ignored_any@{t:.2f}" for t in THRESHOLDS),  # like `ignored`, if descriptions are ignored
+    *(f"ignored_any@{t:.2f}" for t in THRESHOLDS),  # like `ignored`, if names need not be equal
     "iou_sum",  # sum of IoU over the true positives at 0.50
     "duplicates",  # predictions that repeat an earlier one: same description, IoU >= DUPLICATE_IOU
     "parsed",  # answers that are one closed container without a dropped object
-    "usable",  # answers whose container was opened
-    "unclosed",  # answers whose container was not closed
-    "length_stopped",  # answers that reached the token limit
+    "usable",  # number of answers whose container was opened
+    "unclosed",  # number of answers whose container was not closed
+    "length_stopped",  # number of answers that reached the token limit
     *(f"drop/{reason}" for reason in DROP_REASONS),
 )
 _COLUMN = {name: i for i, name in enumerate(COLUMNS)}
@@ -295,7 +295,7 @@ def coco_stats(evaluation: COCOeval | None) -> dict[str, float]:
     """Return AP and AR of COCO's matches."""
     if evaluation is None:
         return dict.fromkeys(_STATS, 0.0)
-    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools would print its progress
         evaluation.accumulate()
         evaluation.summarize()
     # pycocotools returns -1 for a mean over nothing.
@@ -339,7 +339,7 @@ def coco_matches(assignments: Sequence[Assignment], scores: Sequence[Sequence[fl
     results = [
         {"score": score, **_box(image, obj, categories)} for score, (image, obj) in zip(given, predicted, strict=True)
     ]
-    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools would print its progress
         reference = COCO()
         reference.dataset = dataset
         reference.createIndex()

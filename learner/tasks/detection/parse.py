@@ -30,10 +30,10 @@ before the tail, and all tokens of its coordinates are in the prefix.
                       at most one image, a field `image` is unknown_geom
 
 4. The prefix ends after the last closed object. Dropped objects count too, because they stay in the text. One token may
-   hold both the end of an object and text after it (`}, "`, `]}}`, `"}]`). Then the prefix ends before that token, and
-   `tail_opening` repeats the token's bytes up to the end of the object. This is done only if these bytes are structure:
-   brackets, whitespace, a description's closing quote. If these bytes hold a coordinate or text of the description, the
-   prefix ends at the object before, and later objects are not part of the result.
+   hold both the end of an object and text after it (`}, "`, `]}}`, `"}]`). In this case the prefix ends before such a
+   token, and `tail_opening` repeats the token's bytes up to the end of the object. The token's bytes are repeated only
+   if they are structure: brackets, whitespace, a description's closing quote. If these bytes hold a coordinate or text
+   of the description, the prefix ends at the object before, and later objects are not part of the result.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Reading:
     opened: bool = False
     closed: bool = False  # True: the container's closing bracket was read
     clean: bool = False  # True: only whitespace follows the closing bracket
-    truncated: bool = False  # True: some text was cut off
+    truncated: bool = False  # True: the end of the answer was cut off
     entries: list[Entry] = field(default_factory=list)
 
 
@@ -197,7 +197,7 @@ class _Field(NamedTuple):
     """A field's value: a string, or a list in bytes `start..stop`, or another value."""
 
     string: bytes | None
-    place: tuple[int, int]  # the string's span in bytes
+    place: tuple[int, int]  # (begin, end) of the string in bytes
     start: int  # negative if the value is not a list
     stop: int
     other: bytes | None
@@ -246,7 +246,7 @@ def closing_brace(data: bytes, start: int) -> int | None:
         if mark in _CLOSER:
             stack.append(_CLOSER[mark])
         elif mark == b'"':
-            return None  # a string has no end
+            return None  # a string of the answer has no end
         elif mark in (b"}", b"]"):
             if stack.pop() != mark:
                 return None

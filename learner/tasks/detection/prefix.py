@@ -13,8 +13,8 @@ them out. With `loss.keep_unmatched` these objects stay in the answer, without l
 
 `overrun_label` (`loss.overrun_close_weight`) is for answers that continue after they have found every object. The loss
 on Y_train does not teach the model to stop there: unmatched predictions have weight 0, and the closing token is taught
-only after them. So such answers become more frequent. But one label is certain: at the position where the answer should
-have ended, the label is the token that closes the answer.
+only after them. So such answers become more frequent. One label is certain in any case: at the position where the
+answer should have ended, the label is the token that closes the answer.
 
 In: an `Assignment`. Out: the `Assignment` of the shorter answer, and the unmatched predictions that were cut off; or
 the position where the answer should have ended, and its label. No side effects.

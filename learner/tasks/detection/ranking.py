@@ -9,10 +9,10 @@ number of objects in the photographs.
    labels. A person's verdicts (`audit`) may correct the estimate. For each model the fraction of these other boxes that
    are right is shrunk towards the fraction of the first model, because with a few hundred boxes its error is as large
    as the difference between models.
-2. The number of objects is not known, because some have no label and no model found them. But the number of objects is
-   the same for all models. So F1 = 2 right / (boxes + objects) is computed for a range of numbers of objects: from the
-   right boxes of all models together to `MOST_OBJECTS` times as many. If the order of two models changes within the
-   range, their order is not decided.
+2. The number of objects is not known, because some have no label and no model found them. The number of objects,
+   although unknown, is the same for all models. So F1 = 2 right / (boxes + objects) is computed for a range of numbers
+   of objects: from the right boxes of all models together to `MOST_OBJECTS` times as many. If the order of two models
+   changes within the range, their order is not decided.
 
 F1 computed by labels with gaps ranks models wrongly: on blood cells, half of them without a label, it chose one of the
 worst of eleven checkpoints. If labels are few, or objects look like their surroundings, labels with gaps cannot rank

@@ -68,7 +68,7 @@ class _RewardView:
     """The P predictions and G true objects of an answer, as rewards need them."""
 
     overlaps: Overlaps
-    predicted: tuple[tuple[int | None, str], ...]  # (image, description) of each prediction
+    predicted: tuple[tuple[int | None, str], ...]  # (number of the image, description) of each prediction
     true: tuple[tuple[int | None, str], ...]
 
     @classmethod

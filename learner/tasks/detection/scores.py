@@ -39,11 +39,11 @@ FEATURES = (
     "coord_logprob",  # log-probability of the coordinates, mean over coordinates and answers
     "coord_least",  # log-probability of the least probable coordinate, mean over answers
     "log_area",
-    "log_aspect",  # logarithm of width over height
+    "log_aspect",  # logarithm of the box's width / height
     "edge",  # distance to the nearest edge of the image, as a fraction of the image's side
     "place",  # position in the answer, from 0 (first object) to 1 (last)
     "count",  # log(1 + mean number of objects per answer)
-    "overlap",  # the largest IoU with another candidate
+    "overlap",  # the box's largest IoU with another candidate
     "overlap_same",  # the largest IoU with another candidate of the same name
     "rivals",  # the largest fraction of the answers that have an overlapping candidate
 )
@@ -175,13 +175,13 @@ class Calibration(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     samples: int
-    names: list[str]  # classes that have columns in `design`
+    names: list[str]  # names of the classes that have columns in `design`
     knots: dict[str, list[float]]  # for each feature, the ascending values between which its function is linear
     weights: list[float]
     threshold: float
     num_images: int
     num_boxes: int
-    measured: dict[str, float] = {}  # `auc` and `ece` on held-out images
+    measured: dict[str, float] = {}  # quality on held-out images: `auc` and `ece`
 
     def scores(self, features: NDArray[np.float64], names: Sequence[str]) -> NDArray[np.float64]:
         """Return the probabilities [N] of N candidates with features [N, len(FEATURES)]."""

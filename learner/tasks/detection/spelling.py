@@ -3,9 +3,9 @@
 In: numbers of an answer, and the answer's tokens. Out: the tokens that the true numbers would have in these positions.
 One call handles all numbers of an answer, because there are hundreds.
 
-Digits may be fused with their surroundings (`[1`, `0, 2`, `7]}`). Then the ground-truth number is tokenized in place of
-the predicted number, between the same characters, up to the end of the token after the number. If the tokenizer never
-fuses digits with other characters (`tokens.py`), a number has the same tokens everywhere.
+Digits may be fused with their surroundings (`[1`, `0, 2`, `7]}`). If digits are fused, the ground-truth number is
+tokenized in place of the predicted number, between the same characters, up to the end of the token after the number. If
+the tokenizer never fuses digits with other characters (`tokens.py`), a number has the same tokens everywhere.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Spelling:
         before = np.where(lead > 0, token_ids[start], NO_TOKEN)
         last = np.where(tail > 0, token_ids[end - 1], NO_TOKEN)
         columns = [column.tolist() for column in (before, lead, last, tail, token_ids[end])]
-        with self._table:  # several threads use the table
+        with self._table:  # the lock of the token table, which several threads use
             return self._in_places(list(map(_Context._make, zip(*columns, strict=True))), wanted)
 
     def _in_places(self, contexts: Sequence[_Context], wanted: Ints) -> Ints:

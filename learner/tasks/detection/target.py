@@ -33,7 +33,7 @@ from learner.tasks.supervision import IGNORED, continued, tokens_of
 from learner.tasks.task import ObjectTask, SerializedTail
 from learner.tasks.tokens import TokenPieces, pieces_of
 
-SPECIFIED = LossConfig()  # the default loss on Y_train
+SPECIFIED = LossConfig()  # default settings of the loss on Y_train
 
 
 def build_target(
