@@ -214,8 +214,8 @@ def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequenc
             # An older server at this port would answer at once, so the answer must name this start.
             if not (said := look(client, base_url, server.server_id)):
                 return time.monotonic() - started
-            # The time is checked after `look`. Otherwise a launcher that was paused for long would raise an error for a
-            # server that has become ready meanwhile.
+            # The time is checked after `look`. If it were checked before, a launcher that was paused for long would
+            # raise an error for a server that has become ready meanwhile.
             if not retry.wait():
                 break
     raise DeadlineError(

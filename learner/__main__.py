@@ -69,7 +69,7 @@ COMMANDS = (
     *("evaluate", "find-missing", "report", "servers", "split", "schema"),
 )
 _OTHERS = f"Commands of {PROGRAM}: {', '.join(COMMANDS)}. Other programs: rollout-server, rollout-launch."
-# "\b" makes click keep these lines as they are. Otherwise click would break names at their hyphens.
+# "\b" makes click keep these lines as they are. Without "\b" click would break names at their hyphens.
 OTHERS = "\b\n" + textwrap.fill(_OTHERS, 78, break_on_hyphens=False)
 _STDOUT = 1
 GROUP_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")

@@ -369,7 +369,7 @@ class Trainer:
             p.grad = None
         try:
             path = self.checkpoints.save_alone(self.policy, self.optimizer, at.state, at.generators)
-        # This error is only logged, so that the error that stopped the run is raised.
+        # A failed save is only logged, so that the error that stopped the run is raised.
         except Exception as error:
             self.journal.note(f"step {at.state.global_step} could not be saved: {error}")
             return

@@ -101,8 +101,8 @@ def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
     os.register_at_fork(after_in_child=listener.close)
     console = _console(config)
     _prepare_environment(config)
-    # These signal handlers are used until uvicorn sets its own. The handlers raise SystemExit, so that vLLM can clean
-    # up.
+    # The signal handlers set here are used until uvicorn sets its own. The handlers raise SystemExit, so that vLLM can
+    # clean up.
     for signum in {*stop_signals()} - {signal.SIGINT}:
         signal.signal(signum, _exit_on_signal)
 

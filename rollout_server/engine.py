@@ -517,7 +517,7 @@ def _engine_args(path: str, config: ServerConfig) -> AsyncEngineArgs:
         if config.tensor_parallel_size == 1:
             # The worker runs inside the engine's process, as on CUDA, which saves a third of the imports and of the
             # memory. The full name is needed: on CPU vLLM turns "uni" into "mp", to choose OpenMP's threads per worker.
-            # Here `cpu_threads` chooses them; without it torch takes one per core.
+            # In this worker `cpu_threads` sets the number of threads; without it torch takes one per core.
             settings["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     else:
         settings |= graph_args(config)

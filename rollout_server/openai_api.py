@@ -384,8 +384,8 @@ class _Serving:
         template: dict[str, str | None] = {"chat_template": None, "chat_template_content_format": "auto"}
         models = OpenAIServingModels(client, [BaseModelPath(name=model, model_path=model)])
         renderer = OnlineRenderer(client.model_config, client.renderer, request_logger=None, **template)
-        # Without this, vLLM 0.30 refuses requests with `mm_processor_kwargs`. Trusting `mm_processor_kwargs` is safe:
-        # clients cannot send this field, only this module sets it.
+        # Without this setting vLLM 0.30 refuses requests with `mm_processor_kwargs`. Trusting `mm_processor_kwargs` is
+        # safe: clients cannot send this field, only this module sets it.
         renderer.trust_request_mm_kwargs = True
         common: dict[str, object] = {"online_renderer": renderer, "request_logger": None}
         return cls(

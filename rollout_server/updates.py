@@ -105,8 +105,8 @@ class WeightUpdates:
         """
         self._check_ranks(call)
         call = self._bounded(call)
-        # A call of a crashed learner may still run here, waiting for that learner. It is ended, because the new learner
-        # must not wait for it.
+        # A call of a crashed learner may still run here, waiting for that learner. That call is ended here, because the
+        # new learner must not wait for it.
         self._break_off(f"incarnation {call.incarnation} opened a new group")
         async with self._alone():
             self._gate.close_group()

@@ -94,8 +94,8 @@ class SyncWorker:
         self._sync_joining = start_join(
             *place, self.device, secret=bytes.fromhex(call.secret), allow_shared_gpu=call.allow_shared_gpu
         )
-        # This first digest computes the keys and compiles the kernel for the seals of buckets, while other members
-        # join.
+        # The first digest of a group computes the keys and compiles the kernel for the seals of buckets, while other
+        # members join.
         digest(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device), seal_key(bytes.fromhex(call.secret)))
         return WorkerReply()
 

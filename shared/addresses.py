@@ -58,7 +58,7 @@ def is_free(port: int) -> bool:
 
 def free_ports(number: int) -> list[int]:
     """Return different free ports, chosen at random. Raises ConfigError if there are not enough."""
-    # This generator ignores seeds: two processes must not choose the same ports.
+    # `SystemRandom` ignores seeds: two processes must not choose the same ports.
     draw = random.SystemRandom()
     ports: set[int] = set()
     for _ in range(_TRIES):

@@ -127,8 +127,8 @@ class EngineImages:
         # The engine's processor gives levels (0 to 255) if vLLM scales and normalizes on the device.
         if self._dtype == LEVELS:
             overrides |= {"do_rescale": True, "do_normalize": True}
-        # With the same arguments as the model's code, vLLM returns its cached processor. Otherwise vLLM reads the files
-        # again and copies the tokenizer several times: 4 s for a vocabulary of 152,000.
+        # With the same arguments as the model's code, vLLM returns its cached processor. With other arguments vLLM
+        # would read the files again and copy the tokenizer several times: 4 s for a vocabulary of 152,000.
         return settings_of(info.get_hf_processor(**asked).image_processor, overrides)
 
 

@@ -15,7 +15,7 @@ INSTALL = {
     "torchvision": "pip install 'torchvision>=0.26,<0.29' from torch's own index (in a clone: make setup)",
     "sklearn": "pip install 'scikit-learn>=1.4' (the extra `bench`)",
 }
-# transformers imports these packages if they are installed. This project does not use them.
+# transformers imports these packages if they are installed. This project does not use the packages in UNNEEDED.
 UNNEEDED = {"torchaudio": "pip uninstall -y torchaudio torchcodec (PyPI has them for CUDA only)"}
 _NO_LIBRARY = "Could not load this library: "  # first words of torch's OSError
 

@@ -33,7 +33,7 @@ class _AwakeClock:
         self._starting = threading.Lock()
 
     def now_s(self) -> float:
-        # This is the first call, or the first after a fork, which copies no threads.
+        # The thread starts at the first call in each process: a fork copies no threads.
         if self._ticking is None or not self._ticking.is_alive():
             self._start()
         return self._at(time.monotonic())

@@ -194,7 +194,7 @@ def paths_in(
         for inner, value in values.items():
             inner = f"{key}.{inner}".lstrip(".")
             yield from paths_in(value, file, of_server=of_server, key=inner, annotations=annotations)
-    # The value of `discovery` is a command. Its parts are not taken as paths.
+    # The value of `discovery` is a command, whose parts are not collected as paths.
     elif isinstance(values, list) and name != "discovery":
         for i, value in enumerate(values):
             yield from paths_in(value, file, of_server=of_server, key=f"{key}[{i}]", annotations=annotations)

@@ -128,7 +128,7 @@ def load_found(path: Path) -> tuple[RunConfig, list[str]]:
         test=config.data.path_of("test"),
         prompt=config.data.prompt,
     )
-    # These sections of the file could name modules and files. So the defaults, which name neither, are taken instead.
+    # The defaults replace sections of the file that could name modules or files.
     kept = {
         "data": data,
         "labels": LabelsConfig(),

@@ -95,8 +95,8 @@ def augmented(
     if augment is None or (rollouts and not augment.rollouts):
         return None
     augmenter = Augmenter(samples, augment, seed=config.training.seed, too_long=too_long)
-    # If rollouts are made ahead of learning, `position` is not the number of a step and does not tell the channel. Then
-    # the argument `rollouts` tells which pictures are altered.
+    # If rollouts are made ahead of learning, `position` is not the number of a step and does not tell the channel. In
+    # that case the argument `rollouts` tells which pictures are altered.
     b_ratio = 0.0 if stage2 is None or augment.rollouts or plan.async_actor_learner else stage2.schedule.b_ratio
 
     def seen(index: int, epoch: int, position: int) -> Sample:

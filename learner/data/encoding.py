@@ -156,8 +156,8 @@ def _start_fork_server() -> None:
     stop signals."""
     # If the tracker did not run yet, the fork server would start it and unblock signals.
     resource_tracker.ensure_running()
-    # The fork server inherits the blocked signals. Otherwise Ctrl-C would end the fork server, and the workers that the
-    # last step needs.
+    # The fork server inherits the blocked signals. With unblocked signals Ctrl-C would end the fork server, and the
+    # workers that the last step needs.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         forkserver.ensure_running()
@@ -197,7 +197,8 @@ def _end_with_parent() -> None:
     parent = parent_process()
     assert parent is not None
     parent.join()
-    # An exception in this thread would not end a job that the main thread is running. So the whole process is ended.
+    # An exception in this thread would not end a job that the main thread is running. So the whole worker process is
+    # ended.
     os._exit(1)
 
 

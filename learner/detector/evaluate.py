@@ -156,7 +156,8 @@ def _compared(
     differences are from the first model."""
     if not options.retain:
         return []
-    # The differences in `results` are from the first result file. Here they must be from the first model.
+    # The differences in `results` are from the first result file. The differences shown here must be from the first
+    # model.
     if options.predictions:
         models = found[_MAIN][len(options.predictions) :]
         results = evaluate_all(models, samples[_MAIN], thresholds)

@@ -142,7 +142,8 @@ def _photographs(paths: Iterable[Path]) -> list[Path]:
 def _of_other_kinds(files: Sequence[Path]) -> list[str]:
     """Return a line for each photograph of a kind that cannot be read. A photograph that also exists as a readable file
     gets no line."""
-    # Such a file needs no line, because cameras write a readable JPEG beside a raw file that cannot be read.
+    # A photograph that also exists as a JPEG needs no line, because cameras write a readable JPEG beside a raw file
+    # that cannot be read.
     readable = {file.with_suffix("") for file in _photographs(files)}
     return [
         f"{file}: photographs of this kind cannot be read ({file.suffix}); convert it to JPEG or PNG"

@@ -224,7 +224,7 @@ class Timeline:
         """Return the fields of the step's `timeline` event, with all ranks' spans since the last event. Each span is
         [lane, name, begin, end], in seconds after `origin`: the Unix time of the last event. `seconds`: time since that
         event. Collective."""
-        # A span is written when it ends. So open spans are ended here and begun anew, and each step shows its part of
+        # A span is written when it ends. So open spans are ended here and begun anew: each step then shows its part of
         # the time that a server was out.
         for base_url in tuple(self._out):
             self.server(base_url, serves=False, is_member=True)

@@ -19,8 +19,8 @@ from learner.data.views import shown_images, shown_sizes
 from learner.records import DetectionObject, LearnedRow, Sample, StepResult
 from learner.tasks.detection.task import object_json
 
-# These values were tested in a run of 40 steps, one with a wrongly labelled sample: only this step was reported. Max
-# and min number of earlier steps with which a step is compared. With fewer earlier steps there are no spikes.
+# The constants below were tested in a run of 40 steps, one with a wrongly labelled sample: only this step was reported.
+# Max and min number of earlier steps with which a step is compared. With fewer earlier steps there are no spikes.
 WINDOW, FEWEST = 40, 8
 DISTANCE = 8.0  # a spike is above the median by so many times the median distance from it (5.4 sigma of a Gaussian)
 FACTOR = 1.5  # a spike is also above the median times this factor

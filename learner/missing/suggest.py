@@ -235,7 +235,8 @@ def _score(obj: DetectionObject, scored: Sequence[ScoredObject]) -> float:
     same = [
         (one.object.desc == obj.desc, float(overlap), one.score)
         for one, overlap in zip(scored, overlaps, strict=True)
-        # The two boxes differ a little, because only the scored one depends on the greedy answer too.
+        # The suggested and the scored box differ a little, because only the scored box depends on the greedy answer
+        # too.
         if overlap >= SAME_IOU
     ]
     return max(same, default=(False, 0.0, 0.0))[-1]

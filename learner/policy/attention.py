@@ -32,8 +32,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from shared.errors import ConfigError
 
-# The name must contain "flash". Otherwise transformers calls a vision tower's attention for one image at a time,
-# instead of once with `cu_seqlens`.
+# The name must contain "flash". With another name transformers calls a vision tower's attention for one image at a
+# time, instead of once with `cu_seqlens`.
 SEGMENT_ATTENTION = "segment_flash"
 
 MAX_PADDING = 1.25  # max area (pieces x longest length) of a padded SDPA call, as a multiple of the sum of lengths
@@ -215,8 +215,7 @@ def _varlen(
     return out[None]
 
 
-# This function is not compiled, because its calls depend on the row's lengths, so it would be compiled anew for each
-# row.
+# `_batched` is not compiled: its calls depend on the row's lengths, so it would be compiled anew for each row.
 @torch.compiler.disable
 def _batched(
     q: torch.Tensor,  # [T, H, D]

@@ -51,8 +51,8 @@ class CheckpointWeights:
         self._merges: dict[str, Callable[[torch.dtype, torch.device | None], torch.Tensor]] = {}
         shapes = self._shapes(None)
         stored = revert_weight_conversion(model, dict(shapes))
-        # `_stored_as_is` is False if the checkpoint splits or fuses some of the model's tensors. Then all tensors are
-        # needed at once to make the checkpoint's tensors from them.
+        # `_stored_as_is` is False if the checkpoint splits or fuses some of the model's tensors. If it is False, all
+        # tensors are needed at once to make the checkpoint's tensors.
         self._stored_as_is = stored.keys() == shapes.keys() and all(stored[n] is t for n, t in shapes.items())
         if not self._stored_as_is and any(map(is_part, self._own.values())):
             raise ConfigError(
@@ -148,7 +148,8 @@ def as_sent(
             else:
                 swap = _Swap(module, partial(_cast_all, module, dtype), name, noted)
             hooks.callback(module.register_forward_pre_hook(swap.enter).remove)
-            # `always_call` runs the hook after an error too. Otherwise the module would keep the replaced weights.
+            # `always_call` runs the hook after an error too. Without `always_call` the module would keep the replaced
+            # weights after an error.
             hooks.callback(module.register_forward_hook(swap.leave, always_call=True).remove)
         yield used
 
@@ -291,7 +292,7 @@ class _PlainMerge:
             alpha = self._scaling if self._is_exact else 1.0
             if not self._is_exact:
                 delta.mul_(self._scaling)
-            # This merge writes one float32 tensor of the weight's size. peft's merge writes four.
+            # One float32 tensor of the weight's size is written here. peft's merge writes four.
             return torch.add(base, delta, alpha=alpha, out=torch.empty_like(delta, dtype=dtype))
 
 

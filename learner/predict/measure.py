@@ -123,7 +123,7 @@ def measure(
     settings = config.model.model_copy(update={"compile": False})
     policy = load_policy(settings, device=device, bf16=config.training.bf16, image_rules=config.data.image_rules)
     model = _Model(policy, DetectionTask(config.task, policy.tokenizer), config, tell)
-    # These scenes are from the split that training would use.
+    # The measured scenes are from the split that training would use.
     samples = model.samples("train", asked.num_samples)
     greedy = model.answers(samples, drawn=False)
     line = model.answers([sample for sample in samples for _ in range(asked.num_generations)], drawn=True)

@@ -76,7 +76,7 @@ from shared.processes import (
 # five minutes.
 SFT_SHARE = 0.8
 # If boxes are loose (F1 is much lower at high IoU), rollout matching may take this fraction of the minutes after sft.
-# The other minutes are for `grpo` with the boxes' IoU as reward.
+# The minutes after rollout matching are for `grpo` with the boxes' IoU as reward.
 MATCHING_SHARE = 0.6
 # A stage after `sft` begins only if at least this fraction of the recipe's minutes is left.
 LEAST_SHARE = 0.1

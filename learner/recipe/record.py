@@ -31,7 +31,7 @@ from shared.reading import json_in, json_of
 # The metrics that are listed as gained or lost.
 SHOWN = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "mean_iou", "f1_any@0.5", "parse_rate", "duplicate_rate")
 LEAST_CHANGE = 0.005  # a metric that changed less is not listed as gained or lost.
-# This value, in place of a stage's name, stands for the model that the user's configuration names.
+# The value in place of a stage's name that stands for the model of the user's configuration.
 START = "start"
 TIME_UP = "its time was up"
 HEADROOM = "headroom.json"  # file in the folder of the stage `grpo`, with its measurements before its first step.
@@ -232,8 +232,8 @@ def _labels(run_dir: Path) -> dict[str, Any]:
         return {"labels": "", "completed": False}
     found = json_in(files[-1])
     completed = found["min_votes"] is not None and bool(found["added"])
-    # The recipe's rules ask whether the model with which the stage began can complete labels. This model made the first
-    # completion.
+    # The recipe's rules ask whether the model with which the stage began can complete labels. The model with which the
+    # stage began made the first completion.
     cannot = CompletionEstimate.of_json(json_in(files[0])["estimate"]).cannot_complete
     return {"labels": found["text"], "completed": completed, "cannot_complete": cannot and not completed}
 
@@ -263,8 +263,8 @@ def grpo_pays(found: Mapping[str, FeatureEstimate]) -> Rule:
     low. `grpo` gained F1 although measured headrooms were 0.040 [0.012, 0.071] and 0.018 [-0.013, 0.048] with 60% of
     the labels missing, and 0.010 [0.000, 0.025] with 40% missing in 32 scenes.
     """
-    # It is enough here if the interval is above 0, because the recipe's minutes are spent anyway, and validation keeps
-    # the best weights. The rule for --only-measure demands more, because a user may spend hours after it.
+    # In a recipe it is enough if the interval is above 0, because the recipe's minutes are spent anyway, and validation
+    # keeps the best weights. The rule for --only-measure demands more, because a user may spend hours after it.
     return better_places(found, least_low=0.0)
 
 
@@ -278,8 +278,8 @@ def spent_s(run_dir: Path) -> float:
     for line in path.read_text(errors="replace").splitlines():
         try:
             event = json_of(line)
-            # Each start of the stage writes a `plan` event first, which opens a new span. So the pause before a restart
-            # is not counted.
+            # Each start of the stage writes a `plan` event first, which opens a new span. So the pause before a stage's
+            # restart is not counted.
             if event["event"] == "plan":
                 spans.append([])
             spans[-1].append(float(event["time"]))

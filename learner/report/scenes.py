@@ -29,8 +29,8 @@ from learner.report.sheet import Sheet
 from shared.errors import MediaError
 from shared.images import ImageRules, Images
 
-# Max scenes of a filter; min scenes of a class's filter. Both numbers are even, because scenes with two panels are
-# shown in pairs.
+# Max scenes of a filter; min scenes of a class's filter. PER_FILTER and PER_CLASS are even, because scenes with two
+# panels are shown in pairs.
 PER_FILTER, PER_CLASS = 8, 4
 MAX_CLASSES, MAX_SCENES = 12, 48  # max classes with a filter; max scenes on the page
 

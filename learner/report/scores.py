@@ -229,7 +229,7 @@ def progress_of(runs: Sequence[RunRecord]) -> tuple[Progress, ...]:
 def _progress(run: RunRecord, color: str, main: RunRecord, shared: EvalPoint | None) -> Progress:
     evals = run.evals
     # Scores on different scenes do not say which run is better. So if only this run's test has scenes in common with
-    # the main run's evaluations, the test is compared.
+    # the main run's evaluations, the score of its test set is compared.
     if run.test and _apart(run.evals, main.evals) and not _apart((run.test,), main.evals):
         evals = (run.test,)
     began_alike = run is not main and run.setting("model", "path") == main.setting("model", "path")

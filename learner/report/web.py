@@ -52,7 +52,7 @@ def page_app(*, host: str = LOOPBACK, body_bytes: int = 0) -> FastAPI:
     than `body_bytes` is refused (413), and at most `body_bytes` of it are read."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*_NAMES, host], www_redirect=False)
-    # The middleware added last is the outermost one. So `_Guard` also puts its headers on refusals of the other
+    # The middleware added last is the outermost one. So `_Guard` also adds its headers to error responses of the other
     # middleware.
     app.add_middleware(_Guard, body_bytes=body_bytes)
     return app

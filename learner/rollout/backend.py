@@ -17,8 +17,8 @@ from learner.config.sections.decoding import DecodingConfig
 from learner.records import CallRecord, Rollout, RolloutCallLog, Sample
 from shared.seeds import request_seed
 
-# Values of `micro_step_idx` for requests outside of a micro-step. They are negative, so that no two requests have the
-# same seed. Rollouts made ahead of the steps. Their `global_step` is the number of their share (the samples of one
+# Values of `micro_step_idx` for requests outside of a micro-step. The values are negative, so that no two requests have
+# the same seed. Rollouts made ahead of the steps. Their `global_step` is the number of their share (the samples of one
 # step).
 AHEAD_OF_STEPS = -1
 COMPLETES_LABELS = -2  # rollouts that complete the labels of samples

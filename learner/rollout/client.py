@@ -220,7 +220,7 @@ class ServerClient:
         try:
             await self._patiently("/infer/", exchange)
         except ServerBusyError:
-            # The server said "busy" after some answers. This error is a line of a streamed reply, so there is no
+            # The server said "busy" after some answers. The error is a line of a streamed reply, so there is no
             # Retry-After header. The wait here is a fixed time, and the caller then sends the other requests again.
             if answers.num_missing < answers.number:
                 await asyncio.sleep(RETRY_AFTER_S)
@@ -250,8 +250,8 @@ class ServerClient:
                 await (answers.read(response) if response.is_success else response.aread())
                 return response
         except ServerUnreachableError as error:
-            # If the server still answers, only the connection was lost. Then its requests are sent again, and the
-            # server stays in use.
+            # If the server still answers, only the connection was lost. In this case its requests are sent again, and
+            # the server stays in use.
             await self.wait_healthy(patience.broken_s)
             raise ServerError(
                 f"{self.base_url}: the connection broke during /infer/, the server is alive",

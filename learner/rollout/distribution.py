@@ -53,10 +53,10 @@ log = logging.getLogger("learner.rollout")
 # If enough requests wait, a batch has at least a 32nd of the server's quota. So quotas up to 32 are refilled one
 # request at a time, and at least 97% of a larger quota is in use.
 REFILLS = 32
-# These errors are the request's fault: any server would answer with the same error.
+# With one of these errors the request is at fault: any server would answer with the same error.
 REQUEST_ERRORS = (RequestError, ConfigError, PromptMismatchError)
-# These errors are the server's fault: sending the request to the same server again would not help. UnauthorizedError is
-# among them: otherwise a restarted server with a new token would end the run.
+# With one of these errors the server is at fault: sending the request to the same server again would not help.
+# UnauthorizedError is among them: otherwise a restarted server with a new token would end the run.
 LOST_ERRORS = (ServerUnreachableError, ServerBusyError, ServerPoisonedError, ServerMismatchError, UnauthorizedError)
 
 
@@ -376,7 +376,7 @@ class Dispatcher(Generic[R]):
         kind = {DeadlineError: "timed out", ServerBusyError: "were refused"}.get(type(error), "failed")
         log.warning("%d request(s) %s and are sent again: %s", len(requests), kind, error)
         self._on_split(requests, error)
-        # These requests go to the front of the queue, because requests start in request order.
+        # Requests that are sent again go to the front of the queue, because requests start in request order.
         self._servers[server].waiting.extendleft(reversed(again))
 
     def _without(self, flight: _Flight, error: ProjectError, *, suspect: bool) -> None:
@@ -396,7 +396,7 @@ class Dispatcher(Generic[R]):
             task.cancel()
             self._given_up.append(task)
         waiting = self._servers[lost].waiting
-        # These requests have not failed yet on another server.
+        # The waiting requests have not failed yet on another server.
         again = [replace(batch, failed=False) for batch in waiting]
         for other, is_suspect in flights:
             is_suspect = is_suspect or other.batch.suspect

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 LOAD_FORMAT = "by_the_first_sync"
-# vLLM sets these variables for the whole process. The first two then name folders of vLLM's compiled model, which
-# differ for each engine's settings.
+# vLLM sets these variables for the whole process. TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR then name folders of
+# vLLM's compiled model, which differ for each engine's settings.
 COMPILER_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
 
 

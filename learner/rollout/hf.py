@@ -239,8 +239,8 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     try:
         settings._attn_implementation = "sdpa"
-        # The checkpoint's generation settings are replaced. Otherwise `generate` would use the checkpoint's value for
-        # each setting that its caller leaves out, such as the temperature.
+        # The checkpoint's generation settings are replaced. With the checkpoint's settings `generate` would use the
+        # checkpoint's value for each setting that its caller leaves out, such as the temperature.
         model.generation_config = GenerationConfig()
         model.eval()  # this switches off dropout, and gradient checkpointing too
         with torch.no_grad(), uncompiled():

@@ -37,8 +37,8 @@ def prepare_for_vllm(environment: MutableMapping[str, str]) -> None:
     """Set the variables for a vLLM engine inside this process (see the module) in `environment`."""
     # An engine in another process could not share the learner's device memory, nor run in step with other ranks.
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # A single rank makes no process group, but its engine makes one. With this variable the engine would wait for half
-    # an hour for torchrun's store, where no process listens.
+    # A single rank makes no process group, but its engine makes one. With torchrun's variable the engine would wait for
+    # half an hour for torchrun's store, where no process listens.
     if environment.get("WORLD_SIZE", "1") == "1":
         environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     # vLLM must not print its log, because the run writes it to a file.

@@ -32,8 +32,8 @@ def write_atomically(path: Path, text: str) -> None:
             with work.open("x", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
-                # The text is written to disk before the rename. Otherwise the file could be empty after a crash of the
-                # machine.
+                # The text is written to disk before the rename. Without `fsync` the file could be empty after a crash
+                # of the machine.
                 os.fsync(file.fileno())
             work.replace(path)
         except OSError:

@@ -21,8 +21,8 @@ from shared.errors import ConfigError
 from shared.waits import Retry
 
 LOCK = ".lock"
-# Another process that calls `is_running` may hold the lock briefly. So this process tries for 0.5 s to get the lock,
-# every 0.05 s.
+# Another process that calls `is_running` may hold the lock briefly. So this process tries to get the lock every 0.05 s,
+# for 0.5 s.
 _LOCK_S, _PAUSE_S = 0.5, 0.05
 _MOST_READ = 200  # max bytes that are read of the lock file; it names the process that holds the lock
 log = logging.getLogger("learner.run")

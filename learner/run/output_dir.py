@@ -31,10 +31,10 @@ RESUME_KEY = "training.resume_from_checkpoint"
 LABELS = "labels"  # folder of completed labels, in the run directory
 GAPS = "eval/gaps.json"  # file in which the first evaluation notes whether labels are missing (gaps)
 
-# The file JOB says which run has claimed the folder. It has one line for each node's torchrun process, as
+# The file JOB says which run has claimed the folder. JOB has one line for each node's torchrun process, as
 # `torchrun_agent` returns it, or one line for a scheduler's job.
 JOB = ".torchrun_job"
-# These are the files that a learner and its report write into a run directory.
+# The names of all files that a learner and its report write into a run directory.
 OWN = (
     RESOLVED_NAME,
     JOB,

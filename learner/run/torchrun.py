@@ -20,8 +20,8 @@ from shared.private import locked_folder
 from shared.processes import children, describe, exit_code, without_working_directory
 
 # Seconds from torchrun's SIGTERM to its SIGKILL of the ranks, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set. The number
-# is above `training.stop_timeout_s`, so that a checkpoint can be written. It is below the timeout of `deploy.launch`,
-# which then kills torchrun: otherwise the ranks would outlive torchrun.
+# is above `training.stop_timeout_s`, so that a checkpoint can be written. The number is below the timeout of
+# `deploy.launch`, which then kills torchrun: otherwise the ranks would outlive torchrun.
 SHUTDOWN_TIMEOUT_S = 28
 _KILL_TIMEOUT_S = 5.0  # seconds that a killed rank may take to end: a process inside a driver call ends late or never
 
@@ -62,11 +62,13 @@ def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> i
 def _end_ranks(signum: signal.Signals, others: Collection[int]) -> None:
     """Send `signum` to the ranks that torchrun has left running, and SIGKILL to the ranks that do not end in time.
     `others`: children of this process that are no ranks."""
-    # torchrun ends the ranks that it knows. It knows no rank before all have been started, so a signal between two
-    # starts leaves the first rank running. A third signal also ends torchrun's wait for ranks that save a checkpoint.
+    # torchrun ends the ranks that it knows. torchrun knows no rank before all have been started, so a signal between
+    # two starts leaves the first rank running. A third signal also ends torchrun's wait for ranks that save a
+    # checkpoint.
     for handled in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(handled, signal.SIG_IGN)
-    # A descriptor always means the same process, while a process id may be reused. It is readable when the rank ends.
+    # A descriptor always means the same process, while a process id may be reused. The descriptor is readable when the
+    # rank has ended.
     ranks = {os.pidfd_open(pid): pid for pid in children(os.getpid()) - set(others)}
     timeout_s = float(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
     for signum_sent, limit_s in ((signum, timeout_s), (signal.SIGKILL, _KILL_TIMEOUT_S)):

@@ -182,8 +182,8 @@ class Stage2Ahead(Stage2Steps):
     def fence(self) -> Iterator[Fence]:
         """Enclose work during which no rank has a call in flight. Collective. The producer starts after the first fence
         in which the weights were synced."""
-        # This sync does not send the update of a step that is learned while the sync waits. So that step counts for the
-        # next sync.
+        # A step that is learned while this sync waits counts for the next sync, because this sync does not send the
+        # step's update.
         producer, counts = self._producer, self._learned_since_sync > self._learned_meanwhile
         with ExitStack() as stack:
             fences = [Fence()]  # this fence is used before the first sync, when no producer exists

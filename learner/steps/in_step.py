@@ -74,7 +74,8 @@ class Stage2InStep(Stage2Steps):
         learn."""
         with self._clock.phase("data"):
             batch = next(self._parts.batches)
-        # At the end of an epoch a rank may have no samples. It then learns only the empty rows that the trainer adds.
+        # At the end of an epoch a rank may have no samples. A rank without samples learns only the empty rows that the
+        # trainer adds.
         if not batch.samples:
             return
         step = MicroStep(samples=batch.samples, micro_step_idx=0, first_req_idx=batch.first_req_idx)
@@ -152,7 +153,7 @@ class StepRollouts:
             if not arrived:
                 raise self._late("waiting for the next packed row", deadline_s)
             row = self._rows.take()
-            # Without this check a step would silently learn fewer samples.
+            # If a row is missing, the step would silently learn fewer samples.
             if row is None and not self._rows.complete:
                 raise RolloutError(
                     "a step's rollouts ended early",
@@ -176,7 +177,7 @@ class StepRollouts:
             late = self._late("waiting for the rollouts to end", CLOSE_S)
             if error is None:
                 raise late
-            # This error is only logged, so that the first error is raised.
+            # A later error is only logged, so that the first error is raised.
             log.warning("%s", late)
 
     def _produce(self) -> None:

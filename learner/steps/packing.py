@@ -172,7 +172,8 @@ class ArrivingRows:
         """True if `take` would return a row now."""
         if self.complete:
             return bool(self._last or self._waiting)
-        # With this sum FIFO's first row is full, or the next segment does not fit. So the content of the row is known.
+        # If the segments have at least `_capacity` tokens, FIFO's first row is full, or the next segment does not fit
+        # it. So the content of the row is known.
         return sum(map(group_tokens, self._units())) >= self._capacity
 
     def take(self) -> PackedRow | None:

@@ -402,8 +402,8 @@ class ShareQueue:
             raise error
         self.phase = "open"
         if served is not None:
-            # This sync does not send the update of a step that took its share while the sync waited. So that share
-            # counts for the next sync.
+            # A share that a step took while this sync waited counts for the next sync, because this sync does not send
+            # that step's update.
             self.served, self.taken = served, self._taken_fenced
         self._taken_fenced = 0
         oldest_fresh = self.served.syncs - self.bounds.version_window

@@ -133,8 +133,8 @@ class FreshSteps(StepSource):
         self._batches, self._source, self._row_maker = batches, source, row_maker
         self._gradient_accumulation_steps, self._ranks, self._drains_at = gradient_accumulation_steps, ranks, drains_at
         self._encoder, self._clock = encoder, clock
-        # Samples that were not learned before the checkpoint, as (epoch, sample id). The first micro-batch gets these
-        # samples.
+        # Samples that were not learned before the checkpoint, as (epoch, sample id). The first micro-batch after a
+        # resume gets them.
         self._owed: list[tuple[int, str]] = []
         self._first_owed = 0  # index of this rank's first owed sample among all ranks' owed samples
         self._global_step = 0  # number of the step that began last
@@ -208,7 +208,8 @@ class FreshSteps(StepSource):
         """Return a micro-step of the owed samples: handed out before the checkpoint, and not learned yet."""
         return MicroStep(
             samples=tuple(self._batches.seen_in(epoch, sample_id) for epoch, sample_id in self._owed),
-            # No other micro-step of the step has this index. So no two requests have the same seed (R11).
+            # No other micro-step of the step has this index. So an owed request never has the seed of another request
+            # (R11).
             micro_step_idx=self._gradient_accumulation_steps,
             first_req_idx=self._first_owed,
         )

@@ -166,8 +166,8 @@ class EngineDelivery:
             assert weights.given is not None, "a load walks through all weights"
             return weights.given
 
-        # Every rank learns of a failure here, before the canary is scored. Otherwise the collectives of the scoring
-        # would wait for the failed rank.
+        # Every rank learns of a failure here, before the canary is scored. Without this exchange the collectives of the
+        # scoring would wait for a failed rank.
         given = self._ranks.all_succeed(load_counted)
         odd = [rank for rank, other in enumerate(given) if other != given[0]]
         if odd:

@@ -212,8 +212,8 @@ class ReturnWatch:
         """Return the servers to poll now. If there are none, the watch ends."""
         with self._lock:
             if not self._followed:
-                # The watch's future ends a moment later. Without this line `follow` would start no new watch until
-                # then.
+                # The watch's future ends a moment later. If it were not set to None here, `follow` would start no new
+                # watch until then.
                 self._watching = None
             return tuple(self._followed)
 
@@ -221,7 +221,7 @@ class ReturnWatch:
         found = await look(self._backend, base_url)
         if isinstance(found, ServerStatus):
             try:
-                # Here the check may take long, because no step waits for it.
+                # In the background the check may take long, because no step waits for it.
                 await self.check(self._backend.client(base_url), found, self._backend.timeouts.gone_s)
             except ProjectError as error:
                 found = error

@@ -69,7 +69,7 @@ GOODBYE_S = 3.0  # max wait, after a failed sync, until the servers have confirm
 # is more. The update alone may always take LEAST_S seconds.
 NEWCOMER_S, NEWCOMER_MARGIN, LEAST_S = 15.0, 3.0, 1.0
 # The learner's second forward pass on the canary (fixed answers) is captured as a CUDA graph. During a capture no other
-# thread may wait for the device. So the first two passes are made inside a sync, while no rollouts are made.
+# thread may wait for the device. So the learner makes the first two passes inside a sync, while no rollouts are made.
 CAPTURED_AFTER = 2
 # Max unfinished broadcasts when another one starts. With fewer, the network is idle at times; with more, more memory is
 # needed.
@@ -325,8 +325,8 @@ class ServerDelivery:
     ) -> tuple[dict[str, UpdateWeightsReply], CanaryScores, str]:
         """Send the weights as version `ver`, and wait until all servers serve them and have scored `items`. Return the
         replies by URL, the learner's scores, and the digest that the servers must report."""
-        # The canary (fixed answers) is scored before servers pause and buckets are sent. So nothing else waits for the
-        # device while the learner's pass is captured as a CUDA graph.
+        # The canary (fixed answers) is scored before servers pause and buckets are sent. So no other thread waits for
+        # the device while the learner's pass is captured as a CUDA graph.
         learner = self._scores(mode) if items else NO_SCORES
         # Scores that are not finite raise here, before any server pauses.
         expected = (

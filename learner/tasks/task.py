@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout
 
-# These modules load numpy, which `check` does not need, so they are not imported at run time.
+# Modules that load numpy are imported for types only, because `check` does not need numpy.
 if TYPE_CHECKING:
     from learner.tasks.tokens import TokenPieces
 

@@ -167,8 +167,8 @@ class TokenPieces:
         # garbage collection.
         self._encode = partial(_encode, tokenizer, _encoder_of(backend))
         self.encode = lru_cache(maxsize=_CACHED_ENCODINGS)(self._encode)
-        # `_bytes` has the bytes of all tokens seen so far. These arrays give, by token id, the number of a token's
-        # bytes and their offset in `_bytes`. The last entry is for all larger ids.
+        # `_bytes` has the bytes of all tokens seen so far. `_lengths` and `_begins` give, by token id, the number of a
+        # token's bytes and their offset in `_bytes`. The last entry is for all larger ids.
         self._lengths = np.full(_MAX_VOCABULARY + 1, _NOT_MET, dtype=np.int64)
         self._begins = np.zeros(_MAX_VOCABULARY + 1, dtype=np.int64)
         self._bytes = np.empty(0, dtype=np.uint8)
@@ -201,8 +201,8 @@ class TokenPieces:
             lengths = np.array(list(map(len, pieces)), dtype=np.int64)
             begins = len(self._bytes) + lengths.cumsum() - lengths
             self._bytes = np.concatenate([self._bytes, np.frombuffer(b"".join(pieces), dtype=np.uint8)])
-            # Threads read without the lock. They see a token as new until its length is set, so the length is written
-            # last.
+            # Threads read without the lock. Threads without the lock see a token as new until its length is set, so the
+            # length is written last.
             self._begins[new] = begins
             self._lengths[new] = lengths
 

@@ -121,7 +121,8 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
     console, timeline = _console(config, ranks, total_steps, stack), Timeline(ranks.rank)
     log.tell = console.note
     _tell_start(basis, log, console)
-    # These parts are closed after the backend. They may wait for a generation call, which closing the backend ends.
+    # Parts on this stack are closed after the backend, because they may wait for a generation call, which closing the
+    # backend ends.
     after_backend = stack.enter_context(ExitStack())
     optimizer = Optimizer(basis.policy.trainable, config.training, total_steps=total_steps)
     if colocates(config):
@@ -368,8 +369,8 @@ def _gap_metrics(basis: Basis) -> GapMetrics | None:
 
 def _checkpoints(basis: Basis, stop: StopRequest) -> CheckpointStore:
     config = basis.config
-    # This key is left out: it differs between a run and its resumption, which does not count as a change of the
-    # configuration.
+    # The key `resume_from_checkpoint` is left out: it differs between a run and its resumption, which does not count as
+    # a change of the configuration.
     described = config.model_dump_json(exclude={"training": {"resume_from_checkpoint"}})
     return CheckpointStore(
         root=Path(config.training.output_dir),

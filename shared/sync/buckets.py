@@ -94,7 +94,7 @@ def pack(
             # The digest covers the gaps too, so their bytes must be fixed.
             buffer[end : end + gap] = 0
     if views:
-        # One call copies all tensors. Otherwise the host would launch a copy for each.
+        # One call copies all tensors. Single copies would each need a launch by the host.
         torch._foreach_copy_(views, [_fitting(spec, tensors.get(spec.name)) for spec in specs])
     return buffer
 

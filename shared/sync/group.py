@@ -170,8 +170,8 @@ class _Tcp(Communicator):
             with contextlib.suppress(OSError):  # the other side has closed the connection.
                 # `shutdown` ends the waits for this connection on all threads.
                 link.shutdown(socket.SHUT_RDWR)
-        # The connections are closed only after the running broadcast. Otherwise the broadcast could use the number of a
-        # closed descriptor, which another connection may have got.
+        # The connections are closed only after the running broadcast. A broadcast that still runs could use the number
+        # of a closed descriptor, which another connection may have got.
         with self._running:
             for link in links.values():
                 link.close()

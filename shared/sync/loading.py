@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 Named = Sequence[tuple[str, torch.Tensor]]
 _NAMES_SHOWN = 5  # max names of tensors in an error
 
-# Operations that pad a parameter. They need not be repeated, because the padding stays.
+# Operations that pad a parameter. Operations in _CONSTANTS need not be repeated, because the padding stays.
 _CONSTANTS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
 
 

@@ -218,7 +218,7 @@ class _Door:
             self._drop(next(iter(self._guests.values())))
 
     def _hear(self, guest: _Guest) -> None:
-        # This connection may have been dropped because of a later connection in the same round.
+        # A connection may have been dropped because of a later connection in the same round.
         if guest.link not in self._guests:
             return
         try:

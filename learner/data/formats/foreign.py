@@ -28,7 +28,7 @@ class Foreign(NamedTuple):
     remedy: str
 
 
-# Words in the first bytes of a JSON or XML file. The first format whose words are all there is reported.
+# Words in the first bytes of a JSON or XML file. The first format is reported whose words all occur in the bytes.
 _MARKS: tuple[tuple[tuple[str, ...], Foreign], ...] = (
     (('"rectanglelabels"', '"result"'), Foreign("Label Studio's JSON", "in Label Studio, export COCO (with images)")),
     (('"from_name"', '"result"'), Foreign("Label Studio's JSON", "in Label Studio, export COCO (with images)")),

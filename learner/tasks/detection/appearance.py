@@ -53,8 +53,8 @@ PENALTY = 300.0  # L2 penalty on the classifiers' weights
 _BIN_EDGES = np.linspace(-5, 5, 11)  # edges of the bins of the scores' histograms, in logits
 _FEWEST_FINDS = 25  # min finds in a group of equal votes; smaller groups are merged
 _FEWEST_EXAMPLES = 25
-# With this weight the error in a model's number of right boxes is 9 of about 800. With a weight of 0 the error is 13,
-# as large as the difference between two models.
+# With a weight of 200 the error in a model's number of right boxes is 9 of about 800. With a weight of 0 the error is
+# 13, as large as the difference between two models.
 _OF_FIRST = 200.0  # weight, counted in finds, of the first model's shares when the shares of a later model are fitted
 
 Floats = NDArray[np.float64]
@@ -121,8 +121,8 @@ def crops_of(sample: Sample, finds: Sequence[DetectionObject], open_image: Open,
                 rng = np.random.default_rng(_seed(sample, obj))
                 for kind, (low, high) in ((on, ON), (beside, BESIDE), (beside, BESIDE)):
                     box = picture.moved(picture.box(obj), rng, low, high)
-                    # A box that misses its own object may be on another object. Then it is no example of a misplaced
-                    # box.
+                    # A box that misses its own object may be on another object. A box on another object is no example
+                    # of a misplaced box.
                     if box is not None and (kind is on or _iou(box, boxes).max() < high):
                         kind.append(picture.crop(obj.desc, box))
         for i in own:

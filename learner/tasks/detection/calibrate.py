@@ -240,7 +240,7 @@ def auc(right: Floats, scores: Floats) -> float:
     num_right, number = right.sum(), len(right)
     if not 0 < num_right < number:
         return 0.5
-    # This is the Mann-Whitney statistic: equal scores count one half.
+    # The AUC is computed as the Mann-Whitney statistic: equal scores count one half.
     ranks = rankdata(scores)[right == 1].sum()
     return float((ranks - num_right * (num_right + 1) / 2) / (num_right * (number - num_right)))
 
@@ -273,6 +273,6 @@ def best_threshold(found: Gains, scores: Floats, num_truth: int) -> float:
     best = int(np.where(last, f1, -1.0).argmax())
     least = ranked[best]
     middle = (least + (ranked[best + 1] if best + 1 < len(ranked) else min(0.0, least))) / 2
-    # The middle of two neighbouring floats is rounded, perhaps to the lower one. Then the threshold would also accept
-    # boxes with the lower score.
+    # The middle of two neighbouring floats is rounded, perhaps to the lower one. A threshold rounded down would also
+    # accept boxes with the lower score.
     return float(middle if ((scores >= middle) == (scores >= least)).all() else least)

@@ -321,8 +321,8 @@ def coco_matches(assignments: Sequence[Assignment], scores: Sequence[Sequence[fl
     regions = [
         (image, obj._replace(desc=desc))
         for image, obj in _by_image(first, [sample.ignored for sample in samples])
-        # A crowd region of COCO has exactly one class. So a region without a name becomes one crowd region for each
-        # class.
+        # A crowd region of COCO has exactly one class. So an ignore region without a name becomes one crowd region for
+        # each class.
         for desc in ([obj.desc] if obj.desc else categories)
         if desc in categories
     ]

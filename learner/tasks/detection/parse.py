@@ -125,7 +125,7 @@ class Reading:
     opened: bool = False
     closed: bool = False  # True: the container's closing bracket was read
     clean: bool = False  # True: only whitespace follows the closing bracket
-    truncated: bool = False  # True: the end of the answer was cut off
+    truncated: bool = False  # True: the rest of the answer could not be read
     entries: list[Entry] = field(default_factory=list)
 
 
@@ -144,7 +144,8 @@ def read_answer(data: bytes, grammar: Grammar) -> Reading:
     read_usual, add = grammar.usual_pattern.match, reading.entries.append
     follows = b","
     while follows == b",":
-        # A correct entry is read by one match, and all coordinates are found at once. This halves the time of parsing.
+        # A correct entry is read by one match, and all coordinates are found at once. Reading whole entries by one
+        # match halves the time of parsing.
         usual = read_usual(data, pos)
         if usual:
             number, string, geometry, image, follows = usual.group("number", "desc", "kind", "image", "follows")

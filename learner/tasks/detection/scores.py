@@ -264,8 +264,8 @@ def scores_of(found: Sequence[ScoreCandidate], calibration: Calibration | None) 
     features = np.stack([one.features for one in found])
     if calibration is not None:
         return calibration.scores(features, [one.object.desc for one in found])
-    # The tokens of a right box may have a probability of 0.003. This formula keeps the order of scores, and does not
-    # show such a box as 0.00.
+    # The tokens of a right box may have a probability of 0.003. The formula keeps the order of scores, and does not
+    # show a box with a small probability as 0.00.
     return 1 / (1 - np.log(np.maximum(raw_scores(features), 1e-300)) / _HALF_NATS)
 
 

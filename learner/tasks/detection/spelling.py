@@ -88,8 +88,8 @@ class Spelling:
         if not len(self._alone):
             return self._fused_tokens(numbers, token_ids)
         tokens = self._alone[numbers.wanted]
-        # If the true number is longer, perhaps only the token after the predicted number differs. So this token is
-        # compared too.
+        # If the true number is longer, perhaps only the token after the predicted number differs. So the token after
+        # the predicted number is compared too.
         tokens[np.arange(len(tokens)), self._num_tokens[numbers.wanted]] = token_ids[numbers.end]
         return tokens
 
