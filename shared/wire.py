@@ -21,7 +21,7 @@ from shared.errors import ProjectError, error_classes
 PROTOCOL_VERSION = 8
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # environment variable with the bearer token, for both programs
 SERVER_ID_VARIABLE = "ROLLOUT_SERVER_ID"  # environment variable with the id that a server reports about itself
-NDJSON = "application/x-ndjson"  # one JSON object per line
+NDJSON = "application/x-ndjson"  # media type of an answer with one JSON object per line
 
 T = TypeVar("T")
 # Validation stops at the first wrong item: one error per item of a long wrong list would take gigabytes.

@@ -84,7 +84,7 @@ class Timeouts:
     connect_s: float
     infer_s: float | None
     gone_s: float  # any other wait; a server counts as gone after `/health/` was silent for this time
-    poll_s: float = POLL_S  # time between two calls of `/health/`
+    poll_s: float = POLL_S  # seconds between two calls of `/health/`
 
     @classmethod
     def of(cls, timeout_s: float, infer_timeout_s: float | None, *, num_servers: int = 1) -> Timeouts:
