@@ -1,4 +1,4 @@
-"""Make PyPI's torchvision importable beside a CPU build of torch: `python deploy/cpu_torchvision.py install`.
+"""Make PyPI's torchvision importable with a CPU build of torch: `python deploy/cpu_torchvision.py install`.
 
 PyPI has only torchvision's CUDA build. With CPU torch, torchvision's compiled operators do not load, and its import
 fails with "operator torchvision::nms does not exist". vLLM's vision models import torchvision without using those

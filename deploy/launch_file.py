@@ -131,7 +131,7 @@ def load_launch_config(path: str, overrides: Sequence[str] = ()) -> LaunchConfig
 
 def one_machine(config: LaunchConfig) -> Iterator[Mistake]:
     """Yield a mistake for each server or learner that cannot start on this machine: several equal servers, or several
-    machines without `via`. Also yield one for `devices` beside `via`."""
+    machines without `via`. Also yield a mistake for `devices` together with `via`."""
     elsewhere = "write it for a cluster (--to slurm, kubernetes or skypilot)"
     for i, server in enumerate(config.servers):
         if server.count > 1:

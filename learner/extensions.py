@@ -84,11 +84,11 @@ class PrefixRewards(NamedTuple):
 
 
 class Task(Protocol):
-    """Reads answers, scores them, and makes what is learned from them: `task.type`. To be subclassed.
+    """Reads answers, scores answers, and makes the tokens to learn from them: `task.type`. To be subclassed.
 
     A task is pure: token ids and records in, records out; no model, no HTTP, no clock. Several threads call it. Only
-    the task itself looks into the results of its `parse` and `match`. These results must be picklable, because ranks
-    exchange them.
+    the task itself looks into the results of its `parse` and `match`. The results of `parse` and `match` must be
+    picklable, because ranks exchange them.
     """
 
     reader: ClassVar[Reader | None] = None  # used if `data.format` names no reader; None: a built-in reader is used
@@ -99,15 +99,17 @@ class Task(Protocol):
         ...
 
     def parse(self, rollout: Rollout) -> Any:
-        """Return the answer `rollout.response_token_ids` [T], read strictly. Never raises, whatever the model wrote."""
+        """Return the answer `rollout.response_token_ids` [T], read strictly. Never raises, for any text of the
+        model."""
         ...
 
     def match(self, parsed: Any) -> Any:
-        """Return what `parse` returned, compared with the truth in `rollout.sample`."""
+        """Compare the result of `parse` with the truth in `rollout.sample`, and return the matches."""
         ...
 
     def target(self, assignment: Any, loss: LossConfig) -> Target:
-        """Return what is learned from the matched answer: token ids [Y], labels [Y] and loss weights [Y], EOS included.
+        """Return the tokens to learn from the matched answer: token ids [Y], labels [Y] and loss weights [Y], EOS
+        included.
 
         The first `prefix_length` tokens are the rollout's own tokens. A label is -100 exactly where the weight is 0.
         Every token that is learned follows from the tokens before it (`learner.tasks.detection.target` checks this).
@@ -145,7 +147,8 @@ class Task(Protocol):
         return assignments
 
     def reason(self, assignments: Sequence[Any], metrics: Mapping[str, float]) -> tuple[str, str] | None:
-        """Return why a score is near 0, and what to do about it; None: no score is near 0, or the reason is unknown."""
+        """Return the reason why a score is near 0, and the remedy; None: no score is near 0, or the reason is
+        unknown."""
         return None
 
     def rewards(self, assignment: Any, names: Collection[str]) -> Mapping[str, float]:
@@ -174,8 +177,8 @@ class Task(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """One rollout as a reward sees it. `text`: the answer's text without special tokens. `assignment`: what the task's
-    `match` returned for the answer."""
+    """One rollout as a reward sees it. `text`: the answer's text without special tokens. `assignment`: the result of
+    the task's `match` for the answer."""
 
     sample: Sample
     rollout: Rollout

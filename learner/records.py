@@ -101,8 +101,8 @@ class Sample:
     image, in pixels, and `width` and `height` are the first image's. `sizes` is empty for a sample of one image, and if
     sizes are not known (URLs), which detection refuses.
 
-    With a `view`, the model sees the picture that the view describes instead of the image. Then objects, regions, width
-    and height describe this picture."""
+    With a `view`, the model sees the picture that the view describes instead of the image. With a view, objects,
+    regions, width and height describe this picture."""
 
     sample_id: str
     messages: tuple[Turn, ...]

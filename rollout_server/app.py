@@ -252,7 +252,7 @@ def _add_rollout_routes(router: APIRouter, service: RolloutService) -> None:
         """Rollouts: one answer per request, in order.
 
         A request is seeded with its `seed`. If the request has no `seed`, one is made from the call's seed and the
-        request's place in the call (`RequestConfig`). A request whose `uuid` was answered before gets the same answer
+        request's index in the call (`RequestConfig`). A request whose `uuid` was answered before gets the same answer
         again. With `Accept: application/x-ndjson`, the server sends one `AnswerLine` per request, as soon as the
         request ends.
         """

@@ -272,7 +272,7 @@ def _image(answer: bytearray) -> Image.Image:
 
 
 def work(link: socket.socket, max_pixels: int) -> None:
-    """Decode images for the server until it closes the link. This function is the body of a decoding process."""
+    """Decode images for the server until it closes the link. The body of a decoding process."""
     limit = _OTHER_BYTES + _BYTES_PER_PIXEL * max_pixels
     # The limits keep an image from using up the machine's memory, and a crash from writing a core dump.
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -463,8 +463,8 @@ def _start(engine_args: AsyncEngineArgs, config: ServerConfig) -> AsyncLLM:
 
 
 def _num_threads() -> int:
-    """Return the number of threads of this process; 0 if it is not known. OpenMP's threads, which Python does not know,
-    count too."""
+    """Return the number of threads of this process; 0 if it is not known. The number includes OpenMP's threads, which
+    Python does not know."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 

@@ -1,4 +1,4 @@
-"""`/metrics/` in Prometheus' text format. The service counts requests and tokens. All other values are read anew for
+"""`/metrics/` in Prometheus' text format. The service counts requests and tokens. All other values are read again for
 each call of `/metrics/`.
 
 Names begin with `rollout_`, and units are in the names.

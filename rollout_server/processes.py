@@ -52,9 +52,9 @@ def end_with_server() -> None:
 
 
 def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
-    """Return the seconds of CPU time that each of these processes has used so far. Children count too, because an
-    engine that waits for its compiler is busy. Returns {} if a process is stopped (SIGSTOP, a debugger). Processes that
-    have ended are left out."""
+    """Return the seconds of CPU time that each of these processes has used so far. Ended children are counted too,
+    because an engine that waits for its compiler is busy. Returns {} if a process is stopped (SIGSTOP, a debugger).
+    Processes that have ended are left out."""
     used, named = {}, set(pids)
     for pid in named:
         with contextlib.suppress(OSError):  # the process has ended

@@ -193,7 +193,8 @@ class WeightUpdates:
         self._expected_came.set()
 
     async def close_group(self, call: CloseCommunicatorCall) -> None:
-        """Leave the group if it is this learner's. Otherwise do nothing, so that a late call does no harm."""
+        """Leave the group if it is this learner's. For another learner's group do nothing, so that a late call does no
+        harm."""
         # A late call of an ended learner may arrive after the next learner has opened its group.
         if call.incarnation == self._gate.incarnation:
             self._break_off("the learner closed the group")
@@ -306,7 +307,7 @@ async def load_and_score(
     ]
     started, *_ = await gather(begin)
     assert started is not None, "workers answer"
-    # The canary's requests are queued right behind the load, so that they share one forward pass. If the load takes
+    # The canary's requests are queued right after the load, so that they share one forward pass. If the load takes
     # longer than `_SLICE_S`, the canary is scored with partly loaded weights, and must be scored again.
     if all(reply.runs_meanwhile for reply in started) and (quick := await _score_behind(engine, call)) is not None:
         return quick

@@ -72,7 +72,7 @@ class LoopThread:
 
     def run(self, coroutine: Coroutine[object, None, T]) -> T:
         """Return the coroutine's result, or raise its error. If the caller is interrupted, the coroutine is cancelled.
-        This method has no time limit, so the coroutine must have one."""
+        `run` has no time limit, so the coroutine must have one."""
         future = self.submit(coroutine)
         try:
             return future.result()

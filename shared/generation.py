@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Content = str | Sequence[Mapping[str, object]]  # a chat turn's text, or its parts as chat templates take them
 Turn = Mapping[str, Content]  # a chat turn as plain data: its "role" and its "content"
 
-# Every vLLM engine on CPU needs this. A prefill in two chunks draws one random number too many, which vLLM undoes on
+# Every vLLM engine on CPU needs this. A prefill in two chunks takes one random number too many, which vLLM undoes on
 # CUDA only. On CPU a seeded prompt in chunks ends the engine ("CPU Generator does not use offset").
 CPU_ENGINE_ARGS = {"enable_chunked_prefill": False}
 
@@ -261,7 +261,7 @@ def was_given_back(output: RequestOutput) -> bool:
 
     vLLM caches processed images in two processes, and sends only images that the engine's process lacks. A request
     that is cancelled on the way leaves an image in one cache only. The next request with that image ends with the
-    finish reason "error". Then the first process drops the image, and a repeated request sends it."""
+    finish reason "error". After such an error the first process drops the image, and a repeated request sends it."""
     return any(completion.finish_reason == "error" for completion in output.outputs)
 
 

@@ -106,7 +106,8 @@ def masked_in(value: object) -> object:
 
 
 def _in_any_form(value: str) -> str:
-    """Return a pattern for the value and its percent-decoded form. It also finds changed characters (`_any_form`)."""
+    """Return a pattern for the value and its percent-decoded form. The pattern also finds changed characters
+    (`_any_form`)."""
     return "|".join("".join(map(_any_form, text)) for text in dict.fromkeys((value, unquote(value))))
 
 

@@ -1,4 +1,4 @@
-"""Child processes that do not outlive their parent, however it ends (Linux).
+"""Child processes that do not outlive their parent, even if it is killed (Linux).
 
 `end_with_parent` asks the kernel for a signal at the parent's end, which comes even after SIGKILL. The request survives
 `exec`, but children do not inherit it: each child has to ask for itself. A rollout server's engine processes have
@@ -67,8 +67,8 @@ def held_back(signum: signal.Signals) -> Iterator[None]:
 
 
 def leave_lost_output(within_s: float = 0.0, *, streams: Collection[int] = _PRINTED) -> None:
-    """Redirect to /dev/null the streams whose reader has ended, or ends within `within_s`. Otherwise each printed line
-    would raise OSError, and could stop a save. `streams`: file descriptors."""
+    """Redirect to /dev/null the streams whose reader has ended, or ends within `within_s`. Without this each printed
+    line would raise OSError, and could stop a save. `streams`: file descriptors."""
     poll = select.poll()
     for stream in streams:
         # The event mask is 0: errors and hang-ups are always reported.

@@ -35,7 +35,7 @@ MOST_BESIDE = 16 << 20  # max bytes of a file that no user named in a configurat
 
 
 def bytes_beside(path: Path) -> bytes:
-    """Return the content of a file that no user named, but that was found beside a model or data (D24).
+    """Return the content of a file that no user named, but that was found in the folder of a model or of data (D24).
 
     Raises OSError if the file cannot be read, is larger than `MOST_BESIDE`, or is a link that leaves its folder."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # O_NONBLOCK: does not wait for a pipe

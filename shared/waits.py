@@ -129,7 +129,7 @@ async def time_limit(limit_s: float) -> AsyncIterator[None]:
 
 
 async def ends_within(limit_s: float, task: asyncio.Future[object]) -> bool:
-    """Return True if `task` ends within `limit_s`. Otherwise return False; the task continues."""
+    """Return True if `task` ends within `limit_s`. After `limit_s` return False; the task continues."""
     deadline = Deadline(limit_s)
     # The timeout counts pauses of the process too, so the deadline decides whether the time is over.
     while not (await asyncio.wait({task}, timeout=deadline.left_s()))[0]:

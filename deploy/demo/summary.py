@@ -180,8 +180,8 @@ def _scenes(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _answered(model: Path, annotations: Path) -> CountTable:
-    """Return the counts of right and wrong objects when `model` predicts the scenes in `annotations`. This is needed
-    for a step at which the run did not evaluate these scenes."""
+    """Return the counts of right and wrong objects when `model` predicts the scenes in `annotations`. Used for a step
+    at which the run did not evaluate these scenes."""
     samples = load_samples(DataConfig(train=str(annotations)), str(annotations), Anything())
     found = _predictions(model, [sample.images[0] for sample in samples])
     boxes = [

@@ -93,7 +93,8 @@ def submit(plan: Plan, out: Path) -> str:
 
 
 def task(plan: Plan, out: Path) -> dict[str, Any]:
-    """Return SkyPilot's task. A task's machines are equal: each has what the learner or the largest server needs."""
+    """Return SkyPilot's task. A task's machines are equal: each is large enough for the learner or the largest
+    server."""
     cluster, learner = plan.cluster, plan.launch.learner
     devices = max(learner.nproc, *(server.num_devices for server in plan.servers))
     resources: dict[str, Any] = {

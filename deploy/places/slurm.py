@@ -91,7 +91,8 @@ def submit(plan: Plan, out: Path) -> str:
 
 
 def options(plan: Plan) -> list[str]:
-    """Return sbatch's options. A job's machines are equal: each has what the learner or the largest server needs."""
+    """Return sbatch's options. A job's machines are equal: each is large enough for the learner or the largest
+    server."""
     cluster = plan.cluster
     devices = max(plan.launch.learner.nproc, *(server.num_devices for server in plan.servers))
     found = [

@@ -114,9 +114,9 @@ def load_config(
 
 
 def load_found(path: Path) -> tuple[RunConfig, list[str]]:
-    """Return the configuration in a `config.yaml` that was found beside a model, not named by the user, who may not
-    trust it (D24). Only the prompt, the task, limits and the paths of annotations are taken from it. Return also a list
-    of what was left out, as texts for a message.
+    """Return the configuration in a `config.yaml` found in a model's folder. The user did not name this file, and may
+    not trust it (D24). Only the prompt, the task, limits and the paths of annotations are taken from it. Return also a
+    list of what was left out, as texts for a message.
 
     No module that the file names is imported, no file of its `base:` is read, and no `${VARIABLE}` is filled in. Raises
     ConfigErrors.

@@ -64,9 +64,9 @@ def decide_channel(global_step: int, b_ratio: float, *, feasible: bool = True) -
     """Return the decision for the next step. The step runs the scheduled channel, or A if a step of Channel-B is not
     `feasible`.
 
-    With the asynchronous actor-learner, a step of Channel-B takes `gradient_accumulation_steps` packs (the
-    rollouts of a few samples) from each rank's queue. Such a step is feasible if all ranks have rolled out the same
-    share (the samples of one step). Without the asynchronous actor-learner a Channel-B step is always feasible.
+    With the asynchronous actor-learner, a step of Channel-B takes `gradient_accumulation_steps` packs (the rollouts of
+    a few samples) from each rank's queue. A Channel-B step is feasible if all ranks have rolled out the same share (the
+    samples of one step). Without the asynchronous actor-learner a Channel-B step is always feasible.
     """
     wanted = scheduled_channel(global_step, b_ratio)
     return ChannelDecision(wanted=wanted, channel=wanted if feasible else "A")

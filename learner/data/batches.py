@@ -186,8 +186,8 @@ class Batches(Iterator[MicroBatch]):
         return [p for p in range(max(first, self._first), first + self.per_epoch) if p not in self._taken]
 
     def upcoming(self, number: int) -> list[Upcoming]:
-        """Return the next `number` micro-batches, or fewer if the epoch ends. These micro-batches are not encoded, and
-        do not count as handed out."""
+        """Return the next `number` micro-batches, or fewer if the epoch ends. The returned micro-batches are not
+        encoded, and do not count as handed out."""
         found = []
         for position in islice(self._coming(), number):
             share, samples = self._share(position)

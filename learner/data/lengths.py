@@ -57,8 +57,8 @@ class RowLimit:
 
 
 def fewest_tokens(sample: Sample, encoder: PromptEncoder) -> int:
-    """Return the fewest tokens that the sample can have, whatever its rollout is: the prompt, the coordinates of every
-    object, and the end token."""
+    """Return the fewest tokens that the sample can have with any rollout: the prompt, the coordinates of every object,
+    and the end token."""
     coordinates = _FEWEST_COORDINATES * len(sample.objects) if _are_detected(sample.objects) else 0
     return encoder.num_tokens(sample) + coordinates + 1
 

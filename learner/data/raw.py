@@ -126,7 +126,7 @@ class BadRecords:
         ]
 
     def summary(self) -> dict[str, dict[str, int]]:
-        """Return what was dropped, clipped and kept, by kind: `{"no_area": {"drop": 2}}`."""
+        """Return the numbers of dropped, clipped and kept records, by kind: `{"no_area": {"drop": 2}}`."""
         found: dict[str, dict[str, int]] = {}
         for (kind, action), number in sorted(self.counts.items()):
             found.setdefault(kind, {})[action] = number
@@ -398,7 +398,7 @@ class SampleMaker:
         size, unit = sizes[place], self.coordinates or record.unit
         sides = sides_in(unit, size, self._said(record, len(sizes))[place])
         if not obj.ignored:
-            # Wrong boxes count too, because they show a wrong unit.
+            # Wrong boxes are counted too, because they show a wrong unit.
             self.bad.reach.add(obj.coords, size, unit, sides)
         if obj.desc is None and not obj.ignored:
             error = obj.place.error(f"{obj.name} has an unknown class", found=obj.written, wanted="a class with a name")

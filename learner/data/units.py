@@ -216,7 +216,8 @@ class Reach:
         """Return True if all boxes stay in a corner of the photographs, so their numbers may be pixels of smaller
         copies."""
         taken, is_large = self.taken, self.largest[0] * self.largest[1] > _LARGE
-        # Small photographs rarely have larger originals, so they need boxes that end in many places.
+        # Small photographs rarely have larger originals, so for small photographs many different corners of boxes are
+        # required.
         enough = self.num >= 2 * _LEAST and (is_large or len(self.ends) >= _MANY)
         return enough and self.units == {"pixels"} and taken.inside >= _ALL * self.num and taken.most <= _NEAR
 
@@ -229,8 +230,8 @@ class Reach:
         return f"{{max_pixels: {limit}, factor: 28}} (the processor's limit), or the copies' width and height"
 
     def _square(self) -> int:
-        """Return the side of the square copies that the boxes were probably drawn on: the boxes reach this side in x
-        and in y, although some photograph is not square. Return 0 if there is no such side."""
+        """Return the side of the square copies on which the boxes were probably labelled: the boxes reach this side in
+        x and in y, although some photograph is not square. Return 0 if there is no such side."""
         near = (side for side in _SQUARES if all(0.95 * side <= far <= side * _TOLERANCE for far in self.far))
         large = self.taken.most <= _FAR and self.has_wide and len(self.ends) >= _MANY
         return next(near, 0) if large and self.units == {"pixels"} else 0

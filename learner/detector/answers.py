@@ -126,8 +126,7 @@ class Answers:
             MicroStep(
                 samples=[sample for sample in samples for _ in range(number)],
                 micro_step_idx=0,
-                # Seeds follow from this index, so an image has the same seeds, whatever other images are answered with
-                # it.
+                # Seeds depend on this index only, so an image has the same seeds in any group of images.
                 first_req_idx=place * MOST_PARTS * number,
             )
             for place, samples in groups.items()
@@ -177,8 +176,8 @@ class Answers:
         return backend
 
     def _require_same_weights(self, url: str, status: ServerStatus) -> None:
-        """Raises ServerMismatchError if the server's weights are not those of `--model`: prompt and calibration were
-        made for the weights of `--model` only."""
+        """Raises ServerMismatchError if the server's weights are not the weights of `--model`: prompt and calibration
+        were made for the weights of `--model` only."""
         # Weights that a run has synced are in no file, and an adapter's file is not the merged model. Neither can be
         # compared.
         if status.ver or not status.weights or self._model.has_adapter:

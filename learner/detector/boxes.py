@@ -1,4 +1,4 @@
-"""Defines predicted objects in pixels, and merges what was found in the tiles of a large photograph.
+"""Defines predicted objects in pixels, and merges the objects found in the tiles of a large photograph.
 
 A `Prediction` has all boxes of one image. Tiles overlap. So an object that one tile cuts is whole in the next tile, if
 the object is smaller than the overlap. `merge` leaves out a box if a better box of its class overlaps it, or if a

@@ -170,7 +170,7 @@ def _finish(detector: Detector, store: Store, inputs: Inputs, options: Options, 
 
 def reading(model: ModelFiles, paths: Sequence[str], *, named: bool) -> tuple[DataConfig | None, Reader | None]:
     """Return the settings and the user's reader for annotation files. If the user named the run's configuration
-    (`named`), these are the run's settings and reader. Otherwise return (None, None)."""
+    (`named`), these are the run's settings and reader. If the user did not name it, return (None, None)."""
     run = model.run
     # A configuration that the user did not name is not used here, because its reader is code that would be run (D24).
     if run is None or not named:

@@ -181,7 +181,7 @@ def evaluate_all(
         judged = JudgedBoxes.of(one, samples)
         kept = judged.kept(threshold)
         table = count_objects([assignment_of(boxes, sample) for boxes, sample in zip(kept, samples, strict=True)])
-        # AP needs all boxes, whatever the threshold is.
+        # AP needs all boxes, also those below the threshold.
         everything = [assignment_of(boxes, sample) for boxes, sample in zip(judged.line, samples, strict=True)]
         precision = ApDraws.of(everything, [[box.score for box in boxes] for boxes in judged.line])
         pairs = {

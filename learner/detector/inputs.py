@@ -142,7 +142,7 @@ def _photographs(paths: Iterable[Path]) -> list[Path]:
 def _of_other_kinds(files: Sequence[Path]) -> list[str]:
     """Return a line for each photograph of a kind that cannot be read. A photograph that also exists as a readable file
     gets no line."""
-    # A photograph that also exists as a JPEG needs no line, because cameras write a readable JPEG beside a raw file
+    # A photograph that also exists as a JPEG needs no line, because cameras write a readable JPEG for each raw file
     # that cannot be read.
     readable = {file.with_suffix("") for file in _photographs(files)}
     return [

@@ -3,8 +3,8 @@
 `MODEL` is a checkpoint, an export, any other model's folder, or a run's folder, whose newest checkpoint is taken. A
 checkpoint with an adapter is merged into a folder of its own first: engines serve whole models.
 
-Anyone who can write beside the weights may have put a `config.yaml` there. So only the prompt, the task and limits are
-taken from such a `config.yaml` (D24). Readers, imports and variables need a configuration that the user named.
+Anyone who can write into a model's folder may have put a `config.yaml` there. So only the prompt, the task and limits
+are taken from such a `config.yaml` (D24). Readers, imports and variables need a configuration that the user named.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def _downloaded(path: str | Path) -> Path:
 
 
 def _found_run(folder: Path, *, needed: bool) -> tuple[RunConfig | None, str]:
-    """Return the configuration beside the model, and a warning. Parts that may run code are removed, and the warning
-    names them. Raises ConfigError if the configuration is needed and wrong."""
+    """Return the configuration in the model's folder, and a warning. Parts that may run code are removed, and the
+    warning names them. Raises ConfigError if the configuration is needed and wrong."""
     if (file := _config_beside(folder)) is None:
         return None, ""
     try:

@@ -150,8 +150,8 @@ def _names_of_model(config: RunConfig) -> list[Mistake]:
 
 
 def _samples(config: RunConfig, plan: Plan, drawing: DrawRequest | None) -> dict[str, Any]:
-    """Return how many samples each split has, how many records are dropped or clipped, how long the run is, and what
-    was drawn. Raises ConfigErrors."""
+    """Return how many samples each split has, how many records are dropped or clipped, how long the run is, and which
+    pictures were drawn. Raises ConfigErrors."""
     # imported here, because a check of keys alone does not need it
     from learner.data.check import check_retained, check_split, splits
     from learner.doctor.data_report import length_report, look_at_data
@@ -226,13 +226,13 @@ def check_machine(
 ) -> int:
     """Check a run of `world_size` ranks and this machine, print the results as text or as one JSON object, and return
     the exit code. `devices`: the run is a launch that starts its servers on this machine and uses these CUDA devices.
-    Otherwise the run's servers are asked. Raises ConfigErrors if the configuration cannot be read."""
+    Without `devices` the run's servers are called. Raises ConfigErrors if the configuration cannot be read."""
     from learner.doctor import machine, server_checks
     from learner.doctor.data_report import in_words
 
-    # Only findings are printed, not what libraries log.
+    # Only findings are printed, not the logs of libraries.
     logging.disable(logging.WARNING)
-    # Mistakes in files and data do not hide what is wrong with the machine.
+    # The machine is checked even if files or data have mistakes.
     found = preflight(path, world_size, environment, read_data=True, build_model=True, overrides=overrides)
     situation = _situation(found, environment, devices)
     if situation.servers and len(situation.statuses) == len(situation.servers):

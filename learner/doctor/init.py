@@ -87,7 +87,8 @@ class Machine:
 
 
 def init(folder: Path, out: Path, *, image_root: Path | None = None, model: str | None = None) -> int:
-    """Print what is in the folder, and write the two files. Returns the exit code: 2 if records cannot be used.
+    """Print a survey of the folder, and write run.yaml and server.yaml. Returns the exit code: 2 if records cannot be
+    used.
 
     `model`: a folder or a name on the hub; None: a model that fits the machine. Raises DataError if the folder has no
     annotations that are known, ConfigError if the model cannot be trained on photographs, OutputError if one of the

@@ -105,7 +105,7 @@ def _is_tied(folder: Path) -> bool:
 
 
 def other_than_trained(config: RunConfig) -> str | None:
-    """Return a warning if prompt, form of answers or limits of pixels are not those that the model was trained with."""
+    """Return a warning if prompt, form of answers or limits of pixels differ from the model's training."""
     if not (Path(config.model.path) / _SETTINGS).is_file():
         return None
     # imported here, because a check of keys should not load numpy

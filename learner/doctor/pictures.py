@@ -58,7 +58,7 @@ def _name(place: int, sample: Sample) -> str:
 
 
 def _labelled(sample: Sample, images: Images) -> list[Image.Image]:
-    """Return what the model sees of the sample, with labels in green and ignore regions in orange."""
+    """Return the sample's images as the model sees them, with labels in green and ignore regions in orange."""
     pictures = open_images(sample, images)
     for number, picture in enumerate(pictures, start=1):
         picture.thumbnail((_SIDE, _SIDE))

@@ -1,1 +1,1 @@
-"""What a run writes while it goes on: metrics, timeline, console, trackers, the newest answers, groups of answers."""
+"""The logs of a run: metrics, timeline, console, trackers, the newest answers, groups of answers."""

@@ -1,4 +1,4 @@
-"""Writes the newest answers of a run, with what is learned from each of their tokens, for the live view.
+"""Writes the newest answers of a run, with the learned label of each token, for the live view.
 
 In: an answer's assignment (its objects, matched with the labels), and the target that is learned from it; `add` may be
 called on any thread. Out: `answers.json` in the run directory, with rank 0's last answers. The file is written again

@@ -72,7 +72,7 @@ class Console:
             self._progress.update(self._bar, completed=done, total=total, far=far.strip())
 
     def _far(self, step: int) -> tuple[str, float, float]:
-        """Return the run's progress: as text, what is done, and the total. The two numbers are steps, or minutes if
+        """Return the run's progress: as text, what is done, and the total. The numbers are steps, or minutes if
         `max_minutes` will end the run."""
         seconds, steps = self._clock() - self._begun_s, self._total_steps
         done, limit = step - self._begun_step, self._max_minutes

@@ -1,6 +1,6 @@
-"""Writes what happens in a run to each place where users look.
+"""Writes the events of a run to all logs that users read.
 
-The places are `metrics.jsonl` and the trackers (`log`), the timeline of the report (`timeline`), the terminal
+The logs are `metrics.jsonl` and the trackers (`log`), the timeline of the report (`timeline`), the terminal
 (`console`), and on rank 0 the files of the newest answers (`answers`) and of the groups of `grpo` (`groups`), if the
 run writes them. `clock` measures the seconds of a step's phases.
 """
@@ -106,8 +106,8 @@ class Journal:
         self.note(text)
 
     def evaluation(self, metrics: Mapping[str, float], *, step: int, reason: tuple[str, str] | None = None) -> None:
-        """Write the metrics of an evaluation, and the seconds since the last step. `reason`: why the score is near 0,
-        and what to do; None: it is not near 0, or the reason is not known."""
+        """Write the metrics of an evaluation, and the seconds since the last step. `reason`: (why the score is near 0,
+        remedy); None: the score is not near 0, or the reason is not known."""
         self.log.write("eval", {"metrics": metrics, **self.clock.read()}, step=step)
         self.console.evaluation(step, metrics, name="eval")
         self._explain("the score is near 0", reason, step)

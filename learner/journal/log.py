@@ -10,7 +10,7 @@ ranks. A span (one activity, with begin and end) belongs to the step in which it
 earlier. Times are Unix seconds of each rank's clock. `phase` and `call` may be called from any thread.
 
 `log_to_file` and `point_latest`. In: the run directory and this process's rank. Out: `learner_rank{r}.log`, with
-everything that libraries would print to the console, and the link `latest` beside the run directory.
+everything that libraries would print to the console, and the link `latest` next to the run directory.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def log_to_file(run_dir: Path, rank: int) -> Path:
         logger.propagate = False
     logging.getLogger("learner").setLevel(logging.INFO)
     logging.captureWarnings(True)
-    warnings.simplefilter("default")  # a warning is logged once for each place in the code
+    warnings.simplefilter("default")  # a warning is logged once for each line of code that raises it
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.utils.disable_progress_bars()
     return path

@@ -45,7 +45,7 @@ MAX_WAITING = 10_000  # max queued calls of a tracker
 CLOSE_S = 10.0  # max seconds to wait at the end for all trackers together
 MAX_FAILURES = 20  # number of failed calls in a row after which a tracker gets no more calls
 STEP = "global_step"
-Pictures = Callable[[], Sequence[tuple[str, "Image"]]]  # draws pictures and returns them, each with its sample's name
+Pictures = Callable[[], Sequence[tuple[str, "Image"]]]  # a function that makes pictures, each with its sample's name
 
 
 class Tracker(Protocol):

@@ -110,8 +110,8 @@ class Policy:
 
     @property
     def is_sharded(self) -> bool:
-        """True if each rank has only a part of every weight. Then every use of the weights is collective: all ranks
-        must take part (`sharding.py`)."""
+        """True if each rank has only a part of every weight. Every use of sharded weights is collective: all ranks must
+        take part (`sharding.py`)."""
         return self._sharded is not None
 
     @property

@@ -210,8 +210,8 @@ def _only(halves: torch.nn.ModuleDict) -> torch.nn.Linear:
 
 
 def _is_idle(layer: LoraLayer) -> bool:
-    """Return True if the layer's adapter is frozen (`model.freeze`) and its `lora_B` is zero. Such an adapter has no
-    effect, and an engine does not need it."""
+    """Return True if the layer's adapter is frozen (`model.freeze`) and its `lora_B` is zero. An adapter with a zero
+    `lora_B` has no effect, and an engine does not need it."""
     frozen = not any(p.requires_grad for name, p in layer.named_parameters() if "lora_" in name)
     return frozen and not any(whole(half.weight).any() for half in layer.lora_B.values())
 

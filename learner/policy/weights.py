@@ -155,8 +155,7 @@ def as_sent(
 
 
 def unreplaced(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> dict[str, torch.Tensor]:
-    """Return the weights that are sent unchanged, by checkpoint name. These are the weights that `as_sent` does not
-    replace."""
+    """Return the weights that are sent unchanged (that `as_sent` does not replace), by checkpoint name."""
     replaced = {
         f"{module_name}.{name}".replace(_BASE, ".")
         for module_name, module in replaced_modules(model, dtype, merged=merged)
@@ -270,7 +269,7 @@ class _PlainMerge:
     """The merge of a linear layer with one plain LoRA. The merge has peft's operations in peft's order, so the result
     is equal to peft's bit for bit.
 
-    This merge is faster than peft's: after a matrix product, one kernel scales, adds and rounds."""
+    The merge here is faster than peft's: after a matrix product, one kernel scales, adds and rounds."""
 
     def __init__(self, layer: LoraLayer) -> None:
         # The parameters are looked up once: finding them takes longer than launching the two kernels.

@@ -67,7 +67,7 @@ def predict_gain(
 
     Raises ConfigErrors, ConfigError, DataError, RolloutError, OutputError.
     """
-    # Only the results are printed, not what libraries log.
+    # Only the results are printed, not the logs of libraries.
     logging.disable(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
     config = load_config(config_path, overrides=overrides)

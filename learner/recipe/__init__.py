@@ -20,7 +20,7 @@ If labels are missing, but the start's answers are not sure enough to complete a
 Rollout matching keeps predictions that have no label. If the boxes of rollout matching fit badly, `grpo` follows, with
 the IoU of the boxes as reward.
 
-Each stage is an ordinary run in a folder of its own, such as `OUTPUT/sft`, with its configuration beside it
+Each stage is an ordinary run in a folder of its own, such as `OUTPUT/sft`, with its configuration next to this folder
 (`OUTPUT/sft.yaml`). `OUTPUT/best` is a link to the weights with the best validation score, of all stages and the start.
 If scores are equal, the earlier weights are kept. So the result never scores below the start. If validation labels are
 missing, the score is `estimated_f1@0.5`. `estimated_f1@0.5` needs an estimate of the number of objects: a range from

@@ -185,7 +185,7 @@ class StageProcess:
 
     def run(self, path: Path) -> int:
         """Run the stage with the configuration file `path`, and wait for its end. The stage's stderr is written to a
-        log file beside `path`. Returns 0, or the exit code of the stop signal that ended the stage. After a stop
+        log file next to `path`. Returns 0, or the exit code of the stop signal that ended the stage. After a stop
         signal, no stage is started. Raises StageError if the stage fails."""
         argv = ["-m", "learner", "train", "--stage", "--config", str(path)]
         if self._nproc > 1:
@@ -313,8 +313,8 @@ class Recipe:
 
     def _grpo(self, sft: StageResult, minutes: float, earlier_s: float) -> int:
         """Run `grpo`, and return its exit code. If labels were completed or boxes are loose, `grpo` learns in any case.
-        Otherwise the process of `grpo` first measures the headroom for boxes, and learns only if this headroom is large
-        enough. Missing labels would make the measured headroom too small."""
+        In other cases the process of `grpo` first measures the headroom for boxes, and learns only if this headroom is
+        large enough. Missing labels would make the measured headroom too small."""
         record = self.record
         # If rollout matching was run, the start cannot complete labels.
         completes = record.stage(MATCHING) is None and (sft.completed or record.starts_weak)

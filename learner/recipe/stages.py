@@ -70,7 +70,7 @@ def sft_stage(config: RunConfig, *, world_size: int, minutes: float) -> dict[str
 
 def matching_stage(config: RunConfig, *, world_size: int, minutes: float) -> dict[str, Any]:
     """Return the configuration of the stage that learns by rollout matching, on the annotated labels. Predictions
-    without a label are kept. It starts from the model that the user's configuration names."""
+    without a label are kept. The stage starts from the model that the user's configuration names."""
     # Rollout matching does not start from sft's weights, which have learned to leave out objects without a label. On
     # digits with noise, F1 was 0.529 from sft's weights, and 0.610 from the user's model.
     values = _stage(config, MATCHING, minutes)
@@ -84,7 +84,7 @@ def matching_stage(config: RunConfig, *, world_size: int, minutes: float) -> dic
 def grpo_stage(
     config: RunConfig, *, world_size: int, minutes: float, model: Path | None, completes: bool, by_iou: bool = False
 ) -> dict[str, Any]:
-    """Return the configuration of the stage `grpo`. It starts from `model`; None: from the model that the user's
+    """Return the configuration of the stage `grpo`. The stage starts from `model`; None: from the model that the user's
     configuration names. `completes`: labels are completed if `labels.complete` finds that safe. `by_iou`: the reward is
     the IoU of boxes, unless the user's configuration sets rewards."""
     values = _stage(config, GRPO, minutes)

@@ -356,7 +356,7 @@ def create_app(run_dir: Path, *, host: str, token: str | None) -> FastAPI:
     made: list[tuple[float, str]] = []
 
     async def now() -> str:
-        """Return the changing part of the page. This part is made at most once per POLL_S / 2, even if many browsers
+        """Return the changing part of the page. The part is made at most once per POLL_S / 2, even if many browsers
         ask."""
         # `now` runs in the event loop, so only one thread calls `view.now`.
         if not made or time.monotonic() - made[0][0] > POLL_S / 2:

@@ -47,7 +47,7 @@ TEMPLATES.filters["tags"] = place_tags
 
 def write_report(run_dir: Path, *, out: Path | None = None, compare: Path | None = None) -> Path:
     """Write the report of the run or runs in `run_dir`, and return the file's path. `out`: that path; None:
-    `report.html` in `run_dir`. `compare`: folder of a run, or of runs, to show beside these runs. Raises DataError if
+    `report.html` in `run_dir`. `compare`: folder of a run, or of runs, to show next to these runs. Raises DataError if
     there is no run, OutputError if the file cannot be written; an earlier report then stays unchanged."""
     runs = read_runs(run_dir)
     if compare is not None:

@@ -179,8 +179,8 @@ def _sync_card(runs: Sequence[RunRecord]) -> Card:
 
 
 def notes(runs: Sequence[Progress]) -> list[str]:
-    """Return the notes of all runs, one line each: what the page cannot show, and warnings. If there are several runs,
-    a line begins with its run's name."""
+    """Return the notes of all runs, one line each: things that the page cannot show, and warnings. If there are several
+    runs, a line begins with its run's name."""
     several = len(runs) > 1
     return [
         f"{progress.run.name}: {text}" if several else text
@@ -232,8 +232,8 @@ def _bad_records(run: RunRecord) -> list[str]:
 
 
 def _disagreement(progress: Progress) -> list[str]:
-    """Return a sentence for each evaluation whose recorded F1 differs from the F1 of its scenes. The two differ if
-    files of two runs were mixed."""
+    """Return a sentence for each evaluation whose recorded F1 differs from the F1 of its scenes. They differ if files
+    of two runs were mixed."""
     return [
         f"At step {point.global_step} the recorded F1@0.5 is {point.metrics[F1]:.3f}, "
         f"the scenes give {computed.value:.3f}."
@@ -295,8 +295,8 @@ def retained_table(progress: Progress, *, named: bool = False) -> Table | None:
 
 
 def metrics_table(runs: Sequence[Progress], *, only: Sequence[str] = ()) -> Table | None:
-    """Return a table of the metrics before and after training: all that were measured, or those in `only`. None if
-    there are none."""
+    """Return a table of the metrics before and after training: all measured metrics, or only the metrics in `only`.
+    None if there are none."""
     several = len(runs) > 1
     columns = [("Before" if runs[0].after else "One evaluation", runs[0].before)]
     columns += [(p.run.name if several else "After", p.after) for p in runs if p.after]
@@ -328,7 +328,7 @@ def iou_charts(runs: Sequence[Progress]) -> list[Chart]:
         chart("Recall by IoU threshold", lambda counts: counts.recall, "Share of objects that are found then."),
         chart("F1 by IoU threshold", lambda counts: counts.f1, "Its mean is f1@miou."),
     ]
-    # `value`, shown beside the title, would be the number at the last threshold, which says nothing about the curve.
+    # `value`, shown next to the title, would be the number at the last threshold, which says nothing about the curve.
     return [replace(chart, value="") for chart in drawn if chart]
 
 

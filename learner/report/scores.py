@@ -125,7 +125,7 @@ def counts_by_iou(scenes: Sequence[Scene]) -> dict[float, DetectionCounts]:
     separately.
 
     Precision and recall at these thresholds do not form a precision-recall curve over scores: all boxes of an answer
-    count, with any score. They show how well boxes fit.
+    count, with any score. The numbers show how well boxes fit.
     """
     correct, said = dict.fromkeys(THRESHOLDS, 0), dict.fromkeys(THRESHOLDS, 0)
     for scene in scenes:

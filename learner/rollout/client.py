@@ -119,7 +119,7 @@ class Patience:
 @functools.cache
 def _certificates() -> ssl.SSLContext:
     """Return the TLS certificates that clients trust, read once per process."""
-    # httpx would read the certificates anew for each client, which takes 16 ms: 8 s per rank with 512 servers.
+    # httpx would read the certificates again for each client, which takes 16 ms: 8 s per rank with 512 servers.
     return httpx.create_ssl_context()
 
 

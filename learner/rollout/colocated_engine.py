@@ -150,8 +150,8 @@ class ColocatedEngine:
 
     @property
     def leaves_training(self) -> bool:
-        """True if the engine is awake and training's state stays on the device. In this case the trained model can
-        compute at the same time as the engine."""
+        """True if the engine is awake and training's state stays on the device. If so, the trained model can compute at
+        the same time as the engine."""
         return not self._asleep and not self._offload.moves
 
     @contextmanager
@@ -225,8 +225,8 @@ class ColocatedEngine:
         ]
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Overwrite the served weights, and check that every parameter was written. Then empty the caches, which hold
-        values of the old weights. The adapter is removed.
+        """Overwrite the served weights, and check that every parameter was written. Afterwards empty the caches, which
+        hold values of the old weights. The adapter is removed.
 
         Raises CoverageError, or SyncError for any error of vLLM's loaders.
         """

@@ -89,8 +89,8 @@ def keeping_random_state(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def keeping_compiler_variables() -> Iterator[None]:
-    """Restore COMPILER_VARIABLES after the block. Otherwise the learner's compiled layers would be stored in the folder
-    of vLLM's model, and a run with other engine settings would compile them again.
+    """Restore COMPILER_VARIABLES after the block. With vLLM's values the learner's compiled layers would be stored in
+    the folder of vLLM's model, and a run with other engine settings would compile them again.
 
     Triton's kernels are copied from vLLM's folder to this process's folder."""
     before = {name: os.environ.get(name) for name in COMPILER_VARIABLES}

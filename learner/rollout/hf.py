@@ -144,8 +144,8 @@ class Repetitions(StoppingCriteria):
 
 
 class Pulse(StoppingCriteria):
-    """Reports every TELL_S how many tokens the answers have, because answers take minutes on a CPU. This criterion
-    never ends a sequence."""
+    """Reports every TELL_S how many tokens the answers have, because answers take minutes on a CPU. `Pulse` never ends
+    a sequence."""
 
     def __init__(self, tell: Callable[[str], None], prompt_length: int, about: str) -> None:
         self._tell, self._prompt_length, self._about = tell, prompt_length, about

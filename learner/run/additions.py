@@ -302,8 +302,8 @@ def _seen_from(new: Path, name: str, old: Path, nearby: Nearby | None = None) ->
 
 
 def _in_new_folder(out: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write into a new folder beside `out`, then rename this folder to `out`. If `fill` or the rename fails,
-    nothing is left. Raises OutputError."""
+    """Let `fill` write into a new folder next to `out`, then rename this folder to `out`. If `fill` or the rename
+    fails, nothing is left. Raises OutputError."""
     work = out.with_name(f".{out.name}.{os.getpid()}")
     with writing(out):
         _remove(work)

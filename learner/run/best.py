@@ -6,8 +6,8 @@ answer: `add` and `restore` are collective.
 
 The file `best.json` in the run directory has the metric's value at every evaluated step. `best` is a link to the
 checkpoint of the best step, which `CheckpointStore` never removes. A resumed run drops the values after the step that
-it resumes from, and measures them again. The evaluation before the first step counts too, but no checkpoint is saved
-for it: its weights are those of the model that the run began with.
+it resumes from, and measures them again. The evaluation before the first step may be the best, but no checkpoint is
+saved for it: its weights are the weights of the model with which the run began.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     OUTPUT_DIR/checkpoint-STEP/
         model.safetensors, config.json, ...        `save_pretrained` (with LoRA/DoRA: peft's adapter files instead)
         tokenizer and processor files
-        inference.json                              what `predict` needs besides the model: prompt, task, classes
+        inference.json                              settings for `predict`: prompt, task, classes
         training_state/optimizer.safetensors        moments by parameter name
         training_state/rng.safetensors              torch's generators, one per rank
         trainer_state.json                          `TrainerState`
@@ -49,8 +49,8 @@ from shared.reading import json_in
 logger = logging.getLogger(__name__)
 
 MANIFEST, STATE = "manifest.json", "trainer_state.json"
-# The training state is in a subfolder, because programs that serve a model load every `*.safetensors` beside its
-# configuration.
+# The training state is in a subfolder, because programs that serve a model load every `*.safetensors` in the folder of
+# its configuration.
 OPTIMIZER, RNG = "training_state/optimizer.safetensors", "training_state/rng.safetensors"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED = ".unfinished-"  # beginning of the name of a folder that is being written or removed
@@ -246,8 +246,8 @@ class CheckpointStore:
         return next(reversed(self._complete()), None)
 
     def _complete(self) -> list[Path]:
-        """Return the complete checkpoints in order of steps. A folder without a manifest was not written by `save`.
-        Such a folder is left out, so it is neither loaded nor removed."""
+        """Return the complete checkpoints in order of steps. A folder without a manifest was not written by `save`, so
+        it is left out here, and neither loaded nor removed."""
         found = [(int(m[1]), p) for p in self.root.glob("checkpoint-*") if (m := _NAME.fullmatch(p.name))]
         return [path for _, path in sorted(found) if (path / MANIFEST).is_file()]
 

@@ -1,7 +1,7 @@
 """Lets only one run at a time use `training.output_dir`.
 
-Rank 0 holds a lock (`flock`) on a file in that folder. The lock ends with rank 0's process, however the process ends.
-Processes that rank 0 forks do not hold the lock. On a file system without locks, no run is refused.
+Rank 0 holds a lock (`flock`) on a file in that folder. The lock ends with rank 0's process, even if the process is
+killed. Processes that rank 0 forks do not hold the lock. On a file system without locks, no run is refused.
 
 Other users may be able to write to the folder. So the lock file is refused if it is a link or has a second hard link:
 writing to it would change another file.
@@ -30,7 +30,8 @@ _held: set[int] = set()  # descriptors of the lock files that this process has l
 
 
 def _close_in_child() -> None:
-    """Close the lock files in a forked process. Otherwise the child would keep the lock after its parent's end."""
+    """Close the lock files in a forked process. With an open lock file the child would keep the lock after its parent's
+    end."""
     while _held:
         os.close(_held.pop())
 

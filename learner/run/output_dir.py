@@ -77,8 +77,8 @@ def torchrun_agent(environment: Mapping[str, str]) -> str | None:
     """Return a name for the torchrun process that started this rank; None without torchrun. If torchrun restarts its
     ranks, the name is the same. Each new torchrun process has another name.
 
-    A scheduler that may start a whole job again sets ROLLOUT_JOB to the job's id. Then all starts of the job get the
-    same name, and are one run.
+    A scheduler that may start a whole job again sets ROLLOUT_JOB to the job's id. All starts of such a job get the same
+    name, and are one run.
 
     The name has torchrun's run id, and its process's id and start.
     """
@@ -116,8 +116,8 @@ def claim_output_dir(
     must use. No other run can take the folder until `stack` is closed.
 
     `agent`: the name of this rank's torchrun (`torchrun_agent`). If a rank's torchrun has taken the folder before, it
-    has restarted its ranks after a failure. Then the run continues from its newest checkpoint, or from the beginning if
-    it has none. `goes_on`: True if the run continues in this way in any case.
+    has restarted its ranks after a failure. In this case the run continues from its newest checkpoint, or from the
+    beginning if it has none. `goes_on`: True if the run continues in this way in any case.
     """
     run_dir = Path(config.training.output_dir)
     agents = set(ranks.all_gather_object(agent)) if agent is not None else set()

@@ -270,8 +270,8 @@ class Stage2Ahead(Stage2Steps):
 
     def _choose(self, global_step: int, ready: Sequence[Outlook]) -> StepChoice | None:
         """Return the channel and the share of the step. If shares have rollouts on all ranks, Channel-B learns the
-        share with the oldest rollouts. Otherwise Channel-A learns the ground truth of a share. Return None if the step
-        must wait for rollouts instead."""
+        share with the oldest rollouts. If no share is ready, Channel-A learns the ground truth of a share. Return None
+        if the step must wait for rollouts instead."""
         shares = common(ready)
         decision = decide_channel(global_step, self._parts.b_ratio, feasible=bool(shares))
         if decision.channel == "B":
@@ -339,7 +339,7 @@ class Stage2Ahead(Stage2Steps):
         return batch
 
     def _channel_b(self) -> Generator[PackedRow]:
-        """Yield the rows of the step's rollouts. They are ready, so the clock's phase `wait` is short."""
+        """Yield the rows of the step's rollouts. The rollouts are ready, so the clock's phase `wait` is short."""
         producer = self._producer
         assert producer is not None, "Channel-B before the first sync"
         with self._clock.phase("wait"):

@@ -136,7 +136,7 @@ class Evaluations:
         task: Task | None = None,
         calibrated: Callable[[Sequence[object]], Sequence[object]] | None = None,
     ) -> Evaluation:
-        """Roll out `samples` of the split `data.SPLIT`. Write their scenes to `eval/FILE`, and COCO results beside it.
+        """Roll out `samples` of the split `data.SPLIT`. Write their scenes to `eval/FILE`, and COCO results next to it.
         `task`: the samples' task if it differs from the run's; then the run's rewards are not computed. `calibrated`:
         see the function `evaluate` of this module."""
         basis = self._basis
@@ -208,9 +208,9 @@ def evaluate(
 class GapMetrics:
     """F1 of evaluations whose labels have gaps (objects without a label; R49, D22): the estimate `ESTIMATED`, and F1
     for the fewest and for the most objects that are plausible. The first evaluation of a run decides whether the labels
-    have gaps and how many objects there may be. It also estimates how often boxes are right. Later evaluations start
-    from this estimate. `file` keeps the first evaluation's decisions for a resume, so that all values of a run are
-    comparable."""
+    have gaps and how many objects there may be. The first evaluation also estimates how often boxes are right. Later
+    evaluations start from this estimate. `file` keeps the first evaluation's decisions for a resume, so that all values
+    of a run are comparable."""
 
     def __init__(
         self, samples: Sequence[Sample], open_image: Open, ranks: Ranks, file: Path, audited: Sequence[AuditedFind]
@@ -261,7 +261,7 @@ class GapMetrics:
 
 def write_evaluation(evaluation: Evaluation, path: Path, categories: Mapping[str, int] | None = None) -> None:
     """Write one JSON line per sample: images, sizes, the task's description of the answer, version, and counts. An
-    object's coordinates are given in bins, and as `pixels` of its image. If the answers have objects, a file beside
+    object's coordinates are given in bins, and as `pixels` of its image. If the answers have objects, a file next to
     `path` (`.coco.json`) has the predictions as COCO results. `categories`: the annotations' category ids by class
     name.
 

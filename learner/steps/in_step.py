@@ -170,7 +170,7 @@ class StepRollouts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Closing ends the iteration of the second thread, which would otherwise go on waiting for rollouts.
+        # Closing ends the iteration of the second thread, which would otherwise continue to wait for rollouts.
         self._segments.close()
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():

@@ -14,8 +14,8 @@ thread ends. Taking a share or ending a fence permits calls again, and starts a 
 
 Invariants: the invariants of `ShareQueue` hold, and a lock guards the queue. A call makes one segment for each of its
 samples, in order, with the weights that the servers have now; otherwise it raises RolloutError. After the first error,
-in the producer's thread or in the learning thread, every method raises that error. Every wait has a deadline, and the
-DeadlineError says what was waited for.
+in the producer's thread or in the learning thread, every method raises that error. Every wait has a deadline, and its
+DeadlineError names the awaited event.
 """
 
 from __future__ import annotations
@@ -243,8 +243,8 @@ class Producer:
                 self._finish_call(call, segments)
 
     def _begin_call(self) -> Call | None:
-        """Return the next call to make. Return None if no call is permitted. Then the thread ends, and `_wake` starts
-        another one later."""
+        """Return the next call to make. Return None if no call is permitted. If so, the thread ends, and `_wake` starts
+        another thread later."""
         with self._changed:
             if not self._queue.may_start:
                 # `_thread` changes only under the lock. So `_wake` sees either no thread, or a thread that will ask for

@@ -276,7 +276,8 @@ class ShareQueue:
 
     def _next_call(self) -> Call | None:
         """Return the next call; None: no call may start. Calls for shares other than the most urgent one start only
-        while fewer than `start_below` packs wait. Such a call has only as many places as fit into the queue."""
+        while fewer than `start_below` packs wait. A call for a less urgent share has only as many places as fit into
+        the queue."""
         for urgency, share in enumerate(self._makeable()):
             missing = self._missing(share)
             if not missing:

@@ -52,8 +52,8 @@ class StepSource(Protocol):
         ...
 
     def postpones_sync(self, global_step: int) -> bool:
-        """Return True if this step can be learned while the sync that it wants waits for rollouts in flight. Then no
-        new rollout begins before that sync. Collective."""
+        """Return True if this step can be learned while the sync that it wants waits for rollouts in flight. If True,
+        no new rollout begins before that sync. Collective."""
         return False
 
     def is_quiet(self) -> bool:

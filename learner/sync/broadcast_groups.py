@@ -103,7 +103,7 @@ Sent = Sequence[tuple[ServerGroup, Future[Any]]]
 
 
 class ServerGroups:
-    """The groups that a learner has joined. `incarnation`: a random id, drawn each time the learner joins; servers
+    """The groups that a learner has joined. `incarnation`: a random id, chosen each time the learner joins; servers
     recognize the learner by it. `open_groups` makes the object."""
 
     def __init__(self, groups: Sequence[ServerGroup], incarnation: str, key: bytes) -> None:

@@ -1,9 +1,9 @@
 """Decides which rollout servers take part in a run's syncs. Rank 0 decides, and all ranks have the same membership.
 
 In: servers that a rank has lost, requests of the user and the cluster, and servers that failed a sync. Out: the next
-`Membership` on all ranks, and what has changed since the last `agree`. A sync goes to the servers that serve or are
-ready to serve. After the sync, only the servers that completed it serve (D15, R40). `ReturnWatch` polls the servers
-that are left out, and checks their new processes, in the background, so that no step waits for these checks.
+`Membership` on all ranks, and the changes since the last `agree`. A sync goes to the servers that serve or are ready to
+serve. After the sync, only the servers that completed it serve (D15, R40). `ReturnWatch` polls the servers that are
+left out, and checks their new processes, in the background, so that no step waits for these checks.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Members:
 
     def check(self, member: Member, status: ServerStatus) -> None:
         """Check the server's process, unless this process has passed before. Waits long for the check only if the run
-        cannot go on without the server. Raises the check's error, or DeadlineError."""
+        cannot continue without the server. Raises the check's error, or DeadlineError."""
         # A server that the run can go on without must not hold up a step.
         is_needed = member.state == "serving" and not self._backend.membership.is_elastic
         # The first score of a new process took a minute under load, which no step should wait for.

@@ -134,7 +134,7 @@ class ServerDelivery:
         # The run does not need a new server, so the next try leaves it out, even if it did not cause the failure.
         newcomers = {m.base_url: accused_by.get(m.base_url, error) for m in tried if m.state == "out"}
         is_all = self._backend.membership.min_servers == "all"
-        # With `min_servers: all` the run cannot go on without a server that served.
+        # With `min_servers: all` the run cannot continue without a server that served.
         if is_all and not gone.keys() <= newcomers.keys():
             return "stop"
         for base_url, found in (newcomers | gone).items():
@@ -180,7 +180,7 @@ class ServerDelivery:
         self._statuses = {member.base_url: status for member, status in statuses}
         self._newcomers = Deadline(max(NEWCOMER_S, NEWCOMER_MARGIN * self._usual_s))
         least = backend.membership.min_servers
-        # The new servers of the group count too, although they do not serve before this sync.
+        # The new servers of the group are counted too, although they do not serve before this sync.
         patience = backend.timeouts.patience(has_others=least != "all" and len(statuses) > least)
         links = [
             ServerLink(backend.client(m.base_url), backend.loop, m.group_port, status.world_size, patience)

@@ -1,7 +1,7 @@
 """Hands out the weights of a sync, whole or sharded over ranks, and packs them into buckets (R09).
 
 In: a `WeightSource` (the policy, or its adapter). Out: sealed buckets, one at a time, so that the sender decides how
-many are in memory beside the model.
+many are in memory in addition to the model.
 
 If the model is sharded, only rank 0 talks to servers, but all ranks together gather tensors and score the canary (fixed
 answers). While rank 0 runs its sync, the other ranks wait for messages. With `ShardedRanks`, rank 0 announces each such
@@ -82,7 +82,7 @@ def sealed_buckets(
     """
     weights = source.named_weights(dtype)
     for index, specs in enumerate(plan):
-        # Tensors are merged as they are taken, so only one bucket's tensors are in memory beside the model.
+        # Tensors are merged as they are taken, so only one bucket's tensors are in memory in addition to the model.
         buffer = pack(specs, dict(islice(weights, len(specs))), device)
         # The seal covers version and index, so an old or misplaced bucket is refused.
         seal(buffer, key=key, ver=ver, index=index)

@@ -255,8 +255,8 @@ def _cut(parsed: ParsedFields, kept: int) -> tuple[int, str, int]:
     """Return three values: the number of prefix tokens with the first `kept` entries, the text with which the tail
     begins, and the number of kept entries.
 
-    A token may hold a pair's end and some text after the pair. Then the prefix ends before that token, and the tail
-    repeats the pair's last bytes. If these bytes are not whole characters, the last pair is not kept.
+    A token may hold a pair's end and some text after the pair. In this case the prefix ends before such a token, and
+    the tail repeats the pair's last bytes. If these bytes are not whole characters, the last pair is not kept.
     """
     text = parsed.text
     while kept:

@@ -1,4 +1,4 @@
-"""The parts of a configuration: how a key is declared, its type in words, and what is wrong with a value.
+"""The parts of a configuration: the declaration of a key, its type in words, and mistakes in its value.
 
 - `Section` and `key` declare a configuration. The arguments of `key` go to CONFIG.md and the JSON Schemas.
 - `walk_keys` lists every key of a model. `describe` says a type in words, for error messages and for CONFIG.md.

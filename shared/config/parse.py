@@ -64,8 +64,8 @@ def load_yaml(path: str | Path, env: Mapping[str, str] = os.environ, overrides: 
 
 
 def load_alone(path: Path) -> Document:
-    """Return a file that no user named, such as one beside a model. The file's bases are not read and its `${VAR}` are
-    not filled in (D24). Raises ConfigErrors."""
+    """Return a file that no user named, such as one in a model's folder. The file's bases are not read and its `${VAR}`
+    are not filled in (D24). Raises ConfigErrors."""
     return Document(read_alone(path), str(path))
 
 

@@ -38,8 +38,8 @@ class AugmentConfig(Section):
 
 def stays_upright(name: str) -> bool:
     """Return True if a photograph with an object of the class `name` must not be mirrored or turned, because the object
-    might then belong to another class or to no class. Such names are a number, a single letter, or contain one of the
-    words left, right, up, down, arrow, digit, letter, text."""
+    might then belong to another class or to no class. Names of such classes are a number, a single letter, or contain
+    one of the words left, right, up, down, arrow, digit, letter, text."""
     return _ORIENTED.fullmatch(name.strip()) is not None
 
 

@@ -69,7 +69,8 @@ class SplitConfig(Section):
 
 
 class RetainConfig(Section):
-    """Other annotations that each evaluation also scores, to see what the model forgets. They are not learned."""
+    """Other annotations that each evaluation also scores, to see what the model forgets. `data.retain` is not
+    learned."""
 
     name: str = key("what it is called in metrics and reports", pattern=r"^[A-Za-z0-9_.-]+$", req="R44")
     val: str = key("annotations of any format, as for `data.train`", min_length=1, req="R44")

@@ -91,7 +91,7 @@ def grpo_whole_step(config: RunConfig) -> Iterator[Mistake]:
 
 
 def grpo_samples(config: RunConfig) -> Iterator[Mistake]:
-    """`grpo` needs rollouts that are drawn with the probabilities that it learns: temperature 1, and no token cut off
+    """`grpo` needs rollouts that are sampled with the probabilities that it learns: temperature 1, and no token cut off
     (R37)."""
     if config.custom.trainer_variant != "grpo":
         return

@@ -1,4 +1,4 @@
-"""The section `labels`: what is done about objects that nobody labelled."""
+"""The section `labels`: the treatment of objects that nobody labelled."""
 
 from __future__ import annotations
 

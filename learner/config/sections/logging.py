@@ -1,4 +1,4 @@
-"""The section `logging`: where numbers go."""
+"""The section `logging`: the trackers that get the metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shared.config.model import Section, key
 
 
 class LoggingConfig(Section):
-    """The places where numbers go, besides metrics.jsonl. The run's name there is the name of the folder
+    """The trackers that get the metrics, in addition to metrics.jsonl. In a tracker the run has the name of the folder
     `output_dir`."""
 
     trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = key(

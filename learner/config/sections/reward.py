@@ -17,7 +17,7 @@ DETECTION_REWARDS = ("f1", "f1_miou", "soft_iou", "count", "class_only", "format
 
 
 class RewardConfig(Section):
-    """Scores of rollouts. They are reported as metrics. Only `grpo` learns from them."""
+    """Scores of rollouts, reported as metrics. Only `grpo` learns from rewards."""
 
     functions: list[str] = key(
         "import paths of functions, `my_package.my_module:my_reward`. Each scores every rollout. Its mean is the "

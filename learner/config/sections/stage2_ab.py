@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ScheduleConfig(Section):
-    """The choice of the steps that run Channel-B, which learns rollouts. The other steps run Channel-A, which learns
+    """The choice of the steps that run Channel-B, which learns rollouts. All other steps run Channel-A, which learns
     ground truth."""
 
     b_ratio: float = key(
@@ -93,7 +93,8 @@ class Stage2Config(Section):
 
 
 def stage2_section(config: RunConfig) -> Iterator[Mistake]:
-    """`stage2_ab_training` needs the section `stage2_ab`. `grpo` may have it. The other variants refuse it (R26)."""
+    """`stage2_ab_training` needs the section `stage2_ab`. `grpo` may have it. All other variants refuse the section
+    (R26)."""
     variant, stage2 = config.custom.trainer_variant, config.stage2_ab
     if variant == "stage2_ab_training" and stage2 is None:
         remedy = "add `stage2_ab: {schedule: {b_ratio: ...}}`"

@@ -221,8 +221,9 @@ def best_is_measured(config: RunConfig) -> Iterator[Mistake]:
 
 
 def carry_packing(config: RunConfig) -> Iterator[Mistake]:
-    """`rollout_matching_sft` with packing carries segments over to later steps (D6). So `packing_buffer` is at least
-    `per_device_train_batch_size`, and with a `rollout_buffer` `packing_drop_last` is true."""
+    """`rollout_matching_sft` with packing carries segments over to later steps (D6). Because of the carried segments
+    `packing_buffer` is at least `per_device_train_batch_size`, and with a `rollout_buffer` `packing_drop_last` is
+    true."""
     training = config.training
     if config.custom.trainer_variant != "rollout_matching_sft" or not training.packing:
         return

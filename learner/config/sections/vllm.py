@@ -91,8 +91,8 @@ class VllmConfig(Section):
 
 
 def adapter_sync(config: RunConfig) -> Iterator[Mistake]:
-    """Adapter sync needs `vllm.enable_lora`. It also needs `model.lora`, or an adapter's folder as `model.path`. DoRA
-    also needs `sync.fallback_to_full` (R08)."""
+    """Adapter sync needs `vllm.enable_lora`. Adapter sync also needs `model.lora`, or an adapter's folder as
+    `model.path`. DoRA also needs `sync.fallback_to_full` (R08)."""
     vllm, lora = config.rollout_matching.vllm, config.model.lora
     if config.rollout_matching.rollout_backend != "vllm" or sync_mode(config) != "adapter":
         return

@@ -119,7 +119,7 @@ def _also_below(files: Sequence[Path], folder: Path, listing: Path) -> list[Path
 
 def _listed(line: str, folder: Path) -> Path:
     """Return the XML file that a line names. A name may contain spaces, and VOC's lists per class add a flag after the
-    name. So the longest name for which a file exists is used."""
+    name. So the longest prefix of the line for which a file exists is used."""
     _, *rest = line.split()
     names = [line, *(line.rsplit(maxsplit=n)[0] for n in range(1, len(rest) + 1))]
     files = [folder / as_here(f"{name.removesuffix('.xml')}.xml", folder) for name in names]

@@ -117,7 +117,7 @@ def class_file_in(folder: Path) -> Path | None:
 
 
 def _of_content(content: Mapping[object, object], beside: Path) -> YoloFile:
-    """Return the content of a `data.yaml` in the folder `beside`. Raises ValueError."""
+    """Return the content of a `data.yaml` in the folder `beside` (next to which the images are). Raises ValueError."""
     root = content.get("path")
     if root is not None and not isinstance(root, str):
         raise ValueError(f"path: {show(root)} instead of a folder")
@@ -259,7 +259,7 @@ def _labels(image: Path, source: Source) -> _Labels:
 
 def label_file(image: Path) -> Path:
     """Return an image's label file. The last folder `images` in the path becomes `labels`. Without such a folder, the
-    file is beside the image."""
+    file is in the image's folder."""
     return _other_folder(image, "images", "labels").with_suffix(".txt")
 
 
@@ -332,7 +332,7 @@ def _are_keypoints(labels: Sequence[Sequence[float]]) -> bool:
 
 def _is_keypoints(values: Sequence[float]) -> bool:
     """Return True if one label is a box with keypoints, although not all labels are. An outline can look like such a
-    label by chance. So the label must also cross itself as an outline, or have three or more visibilities."""
+    label by chance. So such a label must also cross itself as an outline, or have three or more visibilities."""
     if _is_box_with_points(values, 3) and len(values) >= 4 + 3 * 3:
         return True
     crosses = len(values) % 2 == 0 and _crosses_itself(values)

@@ -336,7 +336,7 @@ class _Group:
         self, scores: Floats, votes: NDArray[np.int64], border: bool, first: Sequence[float] | None
     ) -> tuple[Floats, Sequence[float]]:
         """Return for each find [F] (a box without a label) the probability that it is right. Also return the shares of
-        right and of misplaced finds among those with the fewest votes. `border`: True if all these finds touch the
+        right and of misplaced finds among the finds with the fewest votes. `border`: True if all these finds touch the
         border, False if none does."""
         kinds = [self.on[self.on_border == border], self.beside[self.beside_border == border]]
         if min(map(len, kinds)) < _FEWEST_EXAMPLES:

@@ -135,8 +135,8 @@ def tally(found: Sequence[LabelCandidate], num_answers: int) -> Tally:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionEstimate:
     """The quality that completed labels would have, estimated without the true objects. In each tuple, entry v - 1 is
-    for v votes, from 1 on. `source`: what the estimate is made from. An estimate from `votes` is correct only if labels
-    are missing at random."""
+    for v votes, from 1 on. `source`: the kind of data behind the estimate (`pixels`, `votes`, ...). An estimate from
+    `votes` is correct only if labels are missing at random."""
 
     min_votes: int | None  # min votes of a cluster that becomes a label; None: no labels are added (see `why`)
     why: str

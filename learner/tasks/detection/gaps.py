@@ -11,7 +11,7 @@ has learned their gaps (D22). Two signs show that labels are not missing at rand
 clusters that half of the answers have:
 
     features        a logistic regression separates clusters without a label from those with one, by border, size,
-                    shape, place and class, on held-out photographs
+                    shape, position and class, on held-out photographs
     photographs     the share of clusters without a label varies more between photographs than chance allows
 
 If there is such a sign, the estimate from votes is not reported, and nothing is chosen by it. No side effects.

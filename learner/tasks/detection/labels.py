@@ -13,7 +13,7 @@ of two numbers, it gets the first number's label. A matched pair is not supervis
 if its polygons have different numbers of points. All numbers of an answer are labelled in one call, because there are
 hundreds.
 
-Descriptions (`loss.matched_desc_weight`). Matching uses IoU alone, so a prediction in the right place may have the
+Descriptions (`loss.matched_desc_weight`). Matching uses IoU alone, so a prediction with the right box may have the
 wrong name. The prefix's text has weight 0 in the loss on Y_train, so wrong names are corrected only with this key. The
 rule for numbers also holds for names: tokens are their own labels up to the first difference, where the label is the
 true token. Later tokens of the name are masked. A token that holds any byte of the description belongs to it. If the

@@ -29,7 +29,7 @@ denominator 0 is 0.
 `fm@0.5` (Fowlkes & Mallows 1983) is for validation labels with random gaps. If the fraction m of the labels is missing
 at random, the measured recall is correct, and the measured precision is 1 - m times the true precision. So `fm@0.5` is
 sqrt(1 - m) times its true value for every model, and the ranking of models is correct. F1's ranking is not: the more
-labels are missing, the more F1 favors models that detect few objects. If labels are missing by place, size or class,
+labels are missing, the more F1 favors models that detect few objects. If labels are missing by position, size or class,
 both metrics favor models that leave out the same objects. Lee & Liu (2003) choose by recall^2 / (fraction of positive
 answers), which gives the same ranking.
 
@@ -206,7 +206,7 @@ METRICS: Mapping[str, Metric] = {
 }
 
 
-_ROWS_AT_ONCE = 256  # draws whose weights are held in memory at a time
+_ROWS_AT_ONCE = 256  # max resamples whose weights are in memory at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

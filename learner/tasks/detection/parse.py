@@ -6,7 +6,7 @@ tail must begin. The prefix and `tail_opening` together end right after a closed
 before the tail, and all tokens of its coordinates are in the prefix.
 
 1. `read_answer` reads the text into entries, one `Entry` per syntactically closed object. An object is *closed* if its
-   brackets balance outside strings. The text after a closed object can be read, whatever the object holds. Nothing is
+   brackets balance outside strings. The text after a closed object can be read, even if the object is wrong. Nothing is
    repaired: a wrong object is dropped with one reason, and reading continues after it. Within an object, fields are
    read until the first unreadable one. Reading stops where no next object can be read, because the answer ends or has a
    syntax error between objects (a missing comma, an entry that is not an object, unbalanced brackets). The rest of the
@@ -29,11 +29,11 @@ before the tail, and all tokens of its coordinates are in the prefix.
     image_invalid     the sample has several images, and the object's `image` is not the number of one of them. With
                       at most one image, a field `image` is unknown_geom
 
-4. The prefix ends after the last closed object. Dropped objects count too, because they stay in the text. One token may
-   hold both the end of an object and text after it (`}, "`, `]}}`, `"}]`). In this case the prefix ends before such a
-   token, and `tail_opening` repeats the token's bytes up to the end of the object. The token's bytes are repeated only
-   if they are structure: brackets, whitespace, a description's closing quote. If these bytes hold a coordinate or text
-   of the description, the prefix ends at the object before, and later objects are not part of the result.
+4. The prefix ends after the last closed object. Dropped objects are included, because they stay in the text. One token
+   may hold both the end of an object and text after it (`}, "`, `]}}`, `"}]`). In this case the prefix ends before such
+   a token, and `tail_opening` repeats the token's bytes up to the end of the object. The token's bytes are repeated
+   only if they are structure: brackets, whitespace, a description's closing quote. If these bytes hold a coordinate or
+   text of the description, the prefix ends at the object before, and later objects are not part of the result.
 """
 
 from __future__ import annotations
@@ -387,7 +387,7 @@ def _dropped(text: TokenText, reading: Reading, outcomes: Sequence[Outcome]) -> 
 
 def _cut(text: TokenText, entries: list[Entry], grammar: Grammar) -> tuple[int, int, str]:
     """Return the number of kept entries, the number of kept tokens, and the text with which the appended tail must
-    begin. This text is the last bytes of the last kept entry if its last token is cut off, the container's opening text
+    begin. The text is the last bytes of the last kept entry if its last token is cut off, the container's opening text
     if no entry is kept, and "" otherwise."""
     for kept in range(len(entries), 0, -1):
         end = entries[kept - 1][0]

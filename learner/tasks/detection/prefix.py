@@ -50,8 +50,8 @@ def up_to_first_miss(assignment: Assignment, task: ObjectTask) -> Assignment:
 
 
 def unmatched_behind(whole: Assignment, cut: Assignment, task: ObjectTask) -> list[DetectionObject]:
-    """Return the unmatched predictions of `whole` after the objects of `cut`. These predictions may be objects without
-    a label.
+    """Return the unmatched predictions of `whole` after the objects of `cut`. Such unmatched predictions may be objects
+    without a label.
 
     Predictions that repeat a labelled object, or that cannot be written unchanged, are left out. If the answer is not
     closed, predictions after its last match are left out too.

@@ -7,8 +7,8 @@ scores. A candidate is a box of the greedy answer, or a cluster of boxes of samp
 IoU at least 0.5 with an object of the same name. Without a calibration the score only ranks boxes: it rises with the
 probability of their tokens.
 
-A calibration is a logistic regression over piecewise linear functions of the features. `calibration.json` beside the
-weights has one calibration for each K that was measured. No side effects.
+A calibration is a logistic regression over piecewise linear functions of the features. `calibration.json` in the folder
+of the weights has one calibration for each K that was measured. No side effects.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _votes(cluster: Cluster) -> tuple[bool, int]:
 def _support(
     cluster: Cluster, obj: DetectionObject, told: Sequence[Sequence[ObjectLogprobs]], drawn: int
 ) -> list[float]:
-    """Return how well the answers support the object: the features `greedy` to `coord_least` of FEATURES. These are:
+    """Return how well the answers support the object: the features `greedy` to `coord_least` of FEATURES. In order:
     whether the greedy answer has the object, its fraction of the votes, its mean IoU with the boxes of sampled answers,
     its name's fraction, and mean log-probabilities of its name and coordinates."""
     in_greedy, votes = _votes(cluster)
