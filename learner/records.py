@@ -296,6 +296,18 @@ class LearnedRow(NamedTuple):
     sample_ids: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """One bar of the timeline: what ran from `begin_s` to `end_s` (Unix seconds). `lane`: where it ran (`rank 0`, `rank
+    0 rollouts`, or a server's URL). `name`: the phase of learning; for a server `rollout`, `failed` or `out`
+    (the server gets no requests)."""
+
+    lane: str
+    name: str
+    begin_s: float
+    end_s: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
     """The result of one optimizer step, reduced over ranks."""

@@ -27,7 +27,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from io import BufferedWriter, FileIO, TextIOWrapper
 from logging.handlers import WatchedFileHandler
@@ -40,7 +40,7 @@ import transformers
 from learner.config.sections.logging import LoggingConfig
 from learner.journal.trackers import Pictures, Trackers
 from learner.policy.parallel import Ranks
-from learner.records import RolloutCallLog
+from learner.records import Activity, RolloutCallLog
 from learner.run.files import AppendedLines, writing
 from shared.errors import OutputError
 from shared.masking import masked, masked_in
@@ -174,41 +174,30 @@ class PhaseClock:
 SAME_S = 1e-3  # spans of the same lane and name are joined if the gap between them is shorter
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
-    """One bar of the timeline, from `begin_s` to `end_s` (Unix seconds). `lane`: who was active (`rank 0`, `rank 0
-    rollouts`, or a server's URL). `name`: the phase of learning, or `rollout`, `failed` or `out`."""
-
-    lane: str
-    name: str
-    begin_s: float
-    end_s: float
-
-
 class Timeline:
     """Collects this rank's spans until the next `timeline` event."""
 
     def __init__(self, rank: int) -> None:
         self._lane = f"rank {rank}"
         self._lock = threading.Lock()
-        self._spans: list[Span] = []
+        self._spans: list[Activity] = []
         self._out: dict[str, float] = {}  # URL of a server that does not serve -> begin of its next span (Unix seconds)
         self._began_s = time.time()
 
     def phase(self, name: str, begin_s: float, end_s: float) -> None:
         """Add a span for a phase of learning that has ended. Times are Unix seconds."""
-        self._add(Span(lane=self._lane, name=name, begin_s=begin_s, end_s=end_s))
+        self._add(Activity(self._lane, name, begin_s, end_s))
 
     def call(self, record: RolloutCallLog) -> None:
         """Add spans for a rollout call that has ended: one of this rank, and one for each call to a server."""
         if not record.began_at:
             return
         begin, end = record.began_at, record.began_at + record.seconds
-        self._add(Span(lane=f"{self._lane} rollouts", name="rollout", begin_s=begin, end_s=end))
+        self._add(Activity(f"{self._lane} rollouts", "rollout", begin, end))
         for call in record.calls:
             name = "failed" if call.error else "rollout"
             begin, end = call.began_at, call.began_at + call.seconds
-            self._add(Span(lane=call.base_url, name=name, begin_s=begin, end_s=end))
+            self._add(Activity(call.base_url, name, begin, end))
 
     def server(self, base_url: str, *, serves: bool, is_member: bool) -> None:
         """Note that from now on a server `serves`, or does not serve. While a member does not serve, it has a span
@@ -216,7 +205,7 @@ class Timeline:
         now_s = time.time()
         began_s = self._out.pop(base_url, None)
         if began_s is not None:
-            self._add(Span(lane=base_url, name="out", begin_s=began_s, end_s=now_s))
+            self._add(Activity(base_url, "out", began_s, now_s))
         if is_member and not serves:
             self._out[base_url] = now_s
 
@@ -240,7 +229,7 @@ class Timeline:
             "spans": [[s.lane, s.name, round(s.begin_s - begin, 4), round(s.end_s - begin, 4)] for s in spans],
         }
 
-    def _add(self, span: Span) -> None:
+    def _add(self, span: Activity) -> None:
         with self._lock:
             last = self._spans[-1] if self._spans else None
             same = last is not None and (last.lane, last.name) == (span.lane, span.name)

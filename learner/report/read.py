@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 
 from learner.config.load import RESOLVED_NAME
 from learner.journal.run_end import ends_by_time
-from learner.records import DetectionObject, GeometryKind, StepResult, SyncReceipt
+from learner.records import Activity, DetectionObject, GeometryKind, StepResult, SyncReceipt
 from learner.report.records import (
-    Activity,
     DataCounts,
     EvalPoint,
     GroupStep,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from learner.records import DetectionObject, StepResult, SyncReceipt
+from learner.records import Activity, DetectionObject, StepResult, SyncReceipt
 from learner.report.sheet import Sheet
 
 
@@ -49,18 +49,6 @@ class GroupStep:
     global_step: int
     rewards: tuple[float, ...]
     answers: tuple[ScoredScene, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """One bar of the timeline: what ran from `begin_s` to `end_s` (Unix seconds). `lane`: where it ran (`rank 0`, `rank
-    0 rollouts`, or a server's URL). `name`: the phase of learning; for a server `rollout`, `failed` or `out`
-    (the server gets no requests)."""
-
-    lane: str
-    name: str
-    begin_s: float
-    end_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from learner.records import DetectionObject, StepResult
+from learner.records import Activity, DetectionObject, StepResult
 from learner.report.charts import (
     Bar,
     Chart,
@@ -34,7 +34,7 @@ from learner.report.charts import (
     stacked_chart,
     ticks,
 )
-from learner.report.records import Activity, RunRecord, SpikePoint, SpikeSample, StepTimeline
+from learner.report.records import RunRecord, SpikePoint, SpikeSample, StepTimeline
 from learner.report.scenes import Picture, image_roots, load_picture, shapes_of_labels
 
 PHASE_COLORS = {"rollout": "rollout", "learn": "learn", "sync": "sync", "wait": "before", "out": "other"} | {

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from learner.journal.log import Timeline
 from learner.policy.parallel import Ranks
-from learner.records import CallRecord, RolloutCallLog
+from learner.records import Activity, CallRecord, RolloutCallLog
 from learner.report.page import render
 from learner.report.read import read_run, read_runs
-from learner.report.records import Activity, StepTimeline
+from learner.report.records import StepTimeline
 from learner.report.training import activities_of, timeline, training, typical
 from tests.unit.learner.report.fake_run import write_run
 
