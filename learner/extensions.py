@@ -235,7 +235,7 @@ class Callback:
         """Act after each complete checkpoint, except the checkpoint that is written when the run fails."""
 
 
-# ---- finding them --------------------------------------------------------------------------------------------------
+# ---- imports -------------------------------------------------------------------------------------------------------
 
 TASKS = {
     "detection": "learner.tasks.detection.task:DetectionTask",

@@ -335,18 +335,18 @@ class SyncReceipt:
     num_bytes: int  # size of the synced tensors
     num_tensors: int
     canary_gap: float  # mean |learner logprob - served logprob| on the canary (fixed answers), nats
-    canary_gap_max: float  # largest difference of one token, nats
+    canary_gap_max: float  # largest difference of one token, nats.
     # How much merging and rounding change log-probabilities (D14): mean |learner logprob as trained - as sent|, in
     # nats.
     merge_gap: float = 0.0
     pause_s: float = 0.0  # longest time that a server generated nothing and accepted no call; 0: not measured
     fallback: str = ""  # why full syncs replace adapter syncs from this sync on; else empty
-    repeated: tuple[str, ...] = ()  # the error of each failed try before this one
-    # seconds on the host for each part of the sync; empty: not measured
+    repeated: tuple[str, ...] = ()  # the error of each failed try before this one.
+    # Seconds on the host for each part of the sync; empty: not measured.
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-# ---- annotations, as readers yield them -----------------------------------------------------------------------------
+# ---- annotations ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +390,7 @@ class RawRecord:
     sizes: tuple[Size, ...] = ()  # width and height of each image; empty: all have `width` and `height`
 
 
-# ---- for the log ----------------------------------------------------------------------------------------------------
+# ---- logging --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

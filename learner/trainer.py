@@ -225,7 +225,7 @@ class Trainer:
         is_due = step > 0 and training.eval_steps is not None and step % training.eval_steps == 0
         return is_due and self.best.metric is not None and step not in self.best.values
 
-    # ---- one optimizer step ----------------------------------------------------------------------------------------
+    # ---- step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> tuple[StepResult, Sequence[LearnedRow]]:
         """Make one parameter update. Return its result, and the rows that all ranks learned."""
@@ -283,7 +283,7 @@ class Trainer:
                 # rows, the learner waited for 0.5 to 3 s in a step.
                 self.syncs.within(self.state.global_step)
 
-    # ---- between steps ---------------------------------------------------------------------------------------------
+    # ---- between-steps ---------------------------------------------------------------------------------------------
 
     def complete_labels(self) -> None:
         """Complete the labels with answers of the present weights, if that is due before this step. Collective."""

@@ -268,7 +268,7 @@ def _image(answer: bytearray) -> Image.Image:
     return Image.frombytes("RGB", size, memoryview(answer)[_NUMBERS.size :])
 
 
-# ---- in the process --------------------------------------------------------------------------------------------------
+# ---- process ---------------------------------------------------------------------------------------------------------
 
 
 def work(link: socket.socket, max_pixels: int) -> None:

@@ -409,8 +409,8 @@ def _fingerprint(request: RolloutInferRequest, config: RequestConfig, seed: int 
 def _feed(digest: hashlib.blake2b, value: object) -> None:
     """Hash a value and all values in it."""
     if isinstance(value, str):
-        # Type and length come first, so that different values never give the same bytes. JSON is not used: it would
-        # copy a long text several times, and no other thread could run meanwhile.
+        # Type and length are hashed before the value, so that different values never give the same bytes. JSON is not
+        # used: it would copy a long text several times, and no other thread could run meanwhile.
         content = value.encode(errors="surrogatepass")
         digest.update(b"s%d:" % len(content))
         digest.update(content)

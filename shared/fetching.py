@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MAX_REDIRECTS = 3
 _REDIRECTS = {301, 302, 303, 307, 308}
-_URL_CHARS = ":/?#[]@!$&'()*+,;=%~"  # characters of a URL that stay unquoted
+_URL_CHARS = ":/?#[]@!$&'()*+,;=%~"  # characters of a URL that stay unquoted.
 # Compressed bytes would not be read as an image, so compression is refused.
 _HEADERS = {"User-Agent": "rollout-matching", "Accept-Encoding": "identity"}
 

@@ -265,7 +265,7 @@ class Images:
             raise media_error(source, f"{width}x{height} = {num_pixels} pixels", f"at most {most}", remedy)
 
 
-# ---- the rule ------------------------------------------------------------------------------------------------------
+# ---- rule ----------------------------------------------------------------------------------------------------------
 
 
 def _way_of(source: str, folder: Path = Path()) -> Way:

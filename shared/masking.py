@@ -63,8 +63,8 @@ def as_written(text: str) -> str:
     escaped = text.replace("${", "$${")
     if "://" in text:
         return masked(escaped)
-    # Only the exact value is replaced, because reading fills `${NAME}` with the exact value. If `${NAME}` stood for
-    # another form, the text would change.
+    # Only the exact value is replaced, because reading fills `${NAME}` with the exact value. If `${NAME}` replaced
+    # another form of the secret, the text would change.
     for value, written in _known.items():
         escaped = escaped.replace(value, written)
     return escaped

@@ -92,7 +92,7 @@ def labels(plan: Plan, part: str, name: str = "") -> dict[str, str]:
     return {"app.kubernetes.io/name": plan.cluster.name, "app.kubernetes.io/component": part, **own}
 
 
-# ---- configuration, storage, network -------------------------------------------------------------------------------
+# ---- storage -------------------------------------------------------------------------------------------------------
 
 
 def config_map(plan: Plan, groups: list[tuple[str, ServerPlan]]) -> Object:

@@ -226,7 +226,7 @@ def _of_a_row(shape: ModelShape, use: Use) -> tuple[int, int]:
     return (kept + max(0, largest - logits), logits) if use.checkpointing else (kept, logits)
 
 
-# ---- of a run ------------------------------------------------------------------------------------------------------
+# ---- run -----------------------------------------------------------------------------------------------------------
 
 
 def of_run(config: RunConfig, world_size: int) -> MemoryEstimate | None:

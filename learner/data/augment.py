@@ -118,7 +118,7 @@ def require_augmentable(sample: Sample) -> None:
         )
 
 
-# ---- the picture -----------------------------------------------------------------------------------------------------
+# ---- views -----------------------------------------------------------------------------------------------------------
 
 
 def draw_view(sample: Sample, rng: np.random.Generator, config: AugmentConfig) -> View:

@@ -53,7 +53,7 @@ class EncoderPool(Protocol):
     def close(self) -> None: ...
 
 
-# ---- in the learner itself -----------------------------------------------------------------------------------------
+# ---- in-process ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class LocalPool:
         pass
 
 
-# ---- in worker processes -------------------------------------------------------------------------------------------
+# ---- workers -------------------------------------------------------------------------------------------------------
 
 # One job runs and two wait, so that no worker is idle while the learner computes.
 JOBS_PER_WORKER = 3

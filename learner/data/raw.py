@@ -146,7 +146,7 @@ def _in_words(place: Place, detail: ErrorDetails) -> DataError:
     return place.error(fault.what, found=fault.found, wanted=fault.wanted)
 
 
-# ---- from records to samples ---------------------------------------------------------------------------------------
+# ---- samples -------------------------------------------------------------------------------------------------------
 
 
 class Validates(Protocol):
@@ -470,7 +470,7 @@ def _wrong_size(place: Place, said: Size, known: Sequence[Size], source: str, na
     )
 
 
-# ---- geometry in pixels --------------------------------------------------------------------------------------------
+# ---- geometry ------------------------------------------------------------------------------------------------------
 
 
 def _inside(coords: Sequence[float], size: tuple[int, int]) -> bool:

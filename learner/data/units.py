@@ -14,7 +14,7 @@ from learner.config.sections.data import Coordinates, ResizedCopy
 from learner.records import Size, Unit
 
 _PER_SIDE: dict[Unit, float] = {"shares": 1.0, "percent": 100.0, "thousandths": 1000.0}
-_ALL = 0.98  # min fraction of the boxes that are inside their photographs, if the unit is right
+_ALL = 0.98  # min fraction of the boxes that are inside their photographs, if the unit is right.
 # If less than this fraction of the boxes is inside the photographs, the unit or many boxes are wrong.
 _FEW = 0.9
 # In the right unit, boxes reach at least to the fraction `_FAR` of a side. In a wrong unit, boxes reach at most to

@@ -119,8 +119,8 @@ class Answers:
     def _generate(
         self, groups: Mapping[int, Sequence[Sample]], number: int, *, greedy: bool
     ) -> dict[int, list[Rollout]]:
-        """Return the answers to each group by its key: `number` for its first sample, then `number` for the next, and
-        so on."""
+        """Return a list of answers for each group, by its key: `number` answers to its first sample, then `number` to
+        the next, and so on."""
         assert self._backend is not None, "inside the block only"
         window = [
             MicroStep(

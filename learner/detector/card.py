@@ -258,7 +258,7 @@ def _messages(settings: InferenceSettings) -> str:
     return "[\n" + "".join(turns) + "]"
 
 
-# ---- names from others, made safe in Markdown and code -------------------------------------------------------------
+# ---- escaping ------------------------------------------------------------------------------------------------------
 
 
 def _text(value: str) -> str:

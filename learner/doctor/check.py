@@ -212,7 +212,7 @@ def add_servers(found: Preflight, seen: Sequence[SeenServer]) -> list[Mistake]:
     return mistakes_of(lambda: found.report.update(chunk=chunk()), f"{ROLLOUT}.decode_batch_size")
 
 
-# ---- the machine and the servers -----------------------------------------------------------------------------------
+# ---- machine -------------------------------------------------------------------------------------------------------
 
 
 def check_machine(

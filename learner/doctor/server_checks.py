@@ -196,7 +196,7 @@ def _of_all(situation: Situation, say: Callable[[ServerStatus], str], *, prefix:
     return ok(prefix + ", ".join(say(status) for _, status in situation.statuses))
 
 
-# ---- a trial of the group ------------------------------------------------------------------------------------------
+# ---- communicator --------------------------------------------------------------------------------------------------
 
 
 def communicator(situation: Situation) -> Finding:

@@ -138,7 +138,7 @@ def serve(folder: Path, *, port: int, audit: int | None = None) -> int:
     return serve_page(app, name="review" if audit is None else "audit", port=port, note=f"; decisions are in {file}")
 
 
-# ---- an audit -------------------------------------------------------------------------------------------------------
+# ---- audit ----------------------------------------------------------------------------------------------------------
 
 _VERDICTS: dict[str, Verdict] = {
     "accept": "right",

@@ -88,7 +88,7 @@ class Offload:
         before the first tensor is moved if the host has too little memory."""
         tensors = list(self._tensors())
         self._memory.begin()
-        # All memory is taken before the first copy, so a refusal changes nothing.
+        # All memory is taken before the first copy, so if memory is short, no tensor has been moved.
         places = [self._memory.place(tensor) for tensor in tensors]
         for tensor, place in zip(tensors, places, strict=True):
             place.copy_(tensor.data, non_blocking=True)

@@ -264,7 +264,7 @@ class Recipe:
         self._tell()
         return 0
 
-    # ---- the stages ------------------------------------------------------------------------------------------------
+    # ---- stages ----------------------------------------------------------------------------------------------------
 
     def _sft(self) -> int:
         """Run `sft`, and return its exit code. `sft` gets all minutes of the recipe if `grpo` will not be run,
@@ -375,7 +375,7 @@ class Recipe:
         self._decide()
         return 0
 
-    # ---- the record ------------------------------------------------------------------------------------------------
+    # ---- record ----------------------------------------------------------------------------------------------------
 
     def _decide_by_headroom(self) -> None:
         """Decide by the measured headroom whether to run `grpo`, unless that is decided already. Raises CheckpointError

@@ -186,7 +186,7 @@ def digest_of(config: RunConfig) -> str:
     return hashlib.sha256(parts.encode()).hexdigest()
 
 
-# ---- what a stage left behind ---------------------------------------------------------------------------------------
+# ---- results --------------------------------------------------------------------------------------------------------
 
 
 def stage_result(run_dir: Path, *, why: str, seconds: float, patience: int) -> StageResult:

@@ -353,7 +353,7 @@ def typical(steps: Sequence[StepTimeline]) -> int | None:
 
 def activities_of(steps: Sequence[StepTimeline], index: int) -> list[Activity]:
     """Return the activities that overlap with the step, cut to its begin and end. Activities that end after the step
-    are found with a later step. Rank 0's syncs are added to the lane of every server."""
+    are recorded with a later step. Rank 0's syncs are added to the lane of every server."""
     begin_s, end_s = steps[index].begin_s, steps[index].end_s
     found = [a for later in steps[index:] for a in later.activities if a.begin_s < end_s and a.end_s > begin_s]
     servers = {a.lane for a in found if not a.lane.startswith("rank ")}

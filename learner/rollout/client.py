@@ -56,7 +56,7 @@ from shared.wire import (
 T = TypeVar("T")
 log = logging.getLogger("learner.rollout")
 
-HEALTH_TIMEOUT_S = 5.0  # max seconds of one call of /health/
+HEALTH_TIMEOUT_S = 5.0  # max seconds of one call of /health/.
 # Deadline of the call of /health/ that follows a late answer. Without a reply in this time the server is gone.
 LAST_LOOK_S = 3.0
 POLL_S = 5.0  # seconds between two calls of one server's /health/
@@ -64,7 +64,7 @@ MAX_LOOKS_PER_S = 32.0  # max calls of /health/ per second, to all servers toget
 # If other servers can answer, a server counts as gone when its /health/ has been silent for one of these times:
 BROKEN_S = 2.0  # seconds of silence of /health/, after the server broke a connection
 SILENT_S = 30.0  # seconds of silence of /health/, if no connection broke
-REPLY_GRACE_S = 10.0  # seconds added to the server's own deadline, so that the server's error arrives first
+REPLY_GRACE_S = 10.0  # seconds added to the server's own deadline, so that the server's error arrives first.
 # Uvicorn closes a connection after 5 idle seconds. The client closes a connection earlier, so that uvicorn never closes
 # it just when a new request is sent.
 KEEPALIVE_S = 2.0
@@ -83,7 +83,7 @@ class Timeouts:
 
     connect_s: float
     infer_s: float | None
-    gone_s: float  # any other wait; a server counts as gone after `/health/` was silent for this time
+    gone_s: float  # max seconds of any other wait, and of silence of `/health/`
     poll_s: float = POLL_S  # seconds between two calls of `/health/`
 
     @classmethod

@@ -65,7 +65,7 @@ from shared.sync.adapter_loading import AdapterLoad, BaseWeightLoad, adapt_linea
 from shared.sync.loading import CopyMemory, WeightLoad
 from shared.wire import RequestConfig
 
-_PIECE_BYTES = 64 * 2**20  # min bytes of the weights that are given to vLLM at a time
+_PIECE_BYTES = 64 * 2**20  # min bytes of the weights that are given to vLLM at a time.
 # An engine stays awake only if this fraction of the device's memory is still free with engine and training in memory.
 ROOM = 0.08
 SURPLUS = 1.5  # the estimated memory of learning is multiplied by this, until the memory has been measured

@@ -206,7 +206,7 @@ class ServerBackend(RolloutBackend):
                 self._clients[base_url] = ServerClient(base_url, timeouts=self.timeouts, token=self._token)
             return self._clients[base_url]
 
-    # ---- who serves ------------------------------------------------------------------------------------------------
+    # ---- membership ------------------------------------------------------------------------------------------------
 
     def usable(self) -> Membership:
         """Return the membership on which the ranks agreed, without the servers that have since failed on this rank."""

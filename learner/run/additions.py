@@ -42,7 +42,7 @@ from shared.errors import DataError, OutputError
 from shared.reading import as_here, is_file, json_bytes_in
 
 KEY = "labels.complete.write"
-RECORD = Path("labels", "written.json")  # in the run directory: digests of the annotations that the run wrote
+RECORD = Path("labels", "written.json")  # path in the run directory of the digests of written annotations
 _LAST_BIN = 999  # coordinates of an object are bins 0 to 999; 999 is the image's right or lower edge
 _DIGITS = 2  # decimals of a written pixel coordinate
 _ORIGIN = "rollout-learner"
@@ -315,7 +315,7 @@ def _in_new_folder(out: Path, fill: Callable[[Path], None]) -> None:
             _remove(work)
 
 
-# ---- a run's own file -----------------------------------------------------------------------------------------------
+# ---- RunAnnotations -------------------------------------------------------------------------------------------------
 
 
 def run_annotations(config: RunConfig) -> RunAnnotations | None:

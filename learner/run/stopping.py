@@ -179,7 +179,7 @@ class TimeLimit:
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # the reader of stderr may have ended
+    with suppress(OSError):  # the reader of stderr may have ended.
         # A signal handler must not wait for the lock of a stream.
         os.write(_STDERR, f"learner: {text}\n".encode())
 

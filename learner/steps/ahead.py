@@ -224,7 +224,7 @@ class Stage2Ahead(Stage2Steps):
         finally:
             self._reader.close()
 
-    # ---- which share, in which channel -----------------------------------------------------------------------------
+    # ---- choice ----------------------------------------------------------------------------------------------------
 
     @property
     def _epoch(self) -> int:
@@ -326,7 +326,7 @@ class Stage2Ahead(Stage2Steps):
             f"lower {ASYNC}.prefetch_target_packs to {self._parts.packs_per_step}, or raise {ASYNC}.max_starved_steps",
         )
 
-    # ---- both channels ---------------------------------------------------------------------------------------------
+    # ---- rows ------------------------------------------------------------------------------------------------------
 
     def _next_batch(self) -> MicroBatch:
         """Return the samples that Channel-A learns in this step. Also start to encode the samples that Channel-A will
@@ -382,7 +382,7 @@ class Stage2Ahead(Stage2Steps):
                 means[f"stage2_ab/async/{name}"] = since(name) / learned
         return RankMetrics(means=means, sums={f"stage2_ab/async/{name}": since(name) for name in SUMMED_COUNTS})
 
-    # ---- the producer's part ---------------------------------------------------------------------------------------
+    # ---- producer --------------------------------------------------------------------------------------------------
 
     def _make_producer(self, served: ServedVersion) -> Producer:
         queue = ShareQueue(

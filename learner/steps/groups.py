@@ -181,7 +181,7 @@ class GroupSource(RolloutSource):
         segment = build_segment(prompt, target, sample_id=rollout.sample.sample_id, ver=rollout.ver, stats=stats)
         return replace(segment, policy=_policy_tokens(segment, advantages, rollout.logprobs))
 
-    # ---- as the step sources ask -----------------------------------------------------------------------------------
+    # ---- segments --------------------------------------------------------------------------------------------------
 
     def segments(
         self, step: MicroStep, prompts: Sequence[EncodedPrompt], *, global_step: int, clock: PhaseClock

@@ -2,9 +2,9 @@
 
 There are two ways. In the simple way, all samples of the rank are rolled out, and then learned. With servers and
 packing, rows are learned while other samples are rolled out (D9). A second thread makes a segment of each rollout when
-the rollout ends. The learning thread takes each row as soon as the row is closed. In both ways a step's requests are
-numbered over all ranks. So a sample has the same seed, and therefore the same rollout, in both ways and on any number
-of ranks.
+the rollout ends. The learning thread takes each row as soon as the row is closed. With and without overlap, a step's
+requests are numbered over all ranks. So a sample has the same seed, and therefore the same rollout, in both ways and on
+any number of ranks.
 
 Finished segments wait in an unlimited queue, so no server waits for the learner. Which segments share a row depends on
 the order in which rollouts end, unless `training.deterministic` is set. The samples that a step learns do not depend on

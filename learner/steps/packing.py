@@ -1,4 +1,4 @@
-"""Segments to packed rows, padding-free (R36). Pure and deterministic: equal inputs in equal order give equal rows.
+"""Packs segments into rows, without padding (R36). Pure and deterministic: equal inputs in equal order give equal rows.
 
 In: segments of at most `capacity` tokens (`packing_length`, from `global_max_length`), which are never cut. Out:
 `PackedRow`s. Invariants: every segment is in exactly one row, or waits for a later row. No row exceeds the capacity.
@@ -98,7 +98,7 @@ def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     """Return rows as lists of indices into `lengths`. Lengths are packed from the longest to the shortest, each into
     the fullest row that has room for it (Johnson 1973: at most 11/9 of the fewest possible rows + 1)."""
     rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (free tokens, index of the row), ascending
+    free: list[tuple[int, int]] = []  # (free tokens, index of the row), ascending.
     # Segments of equal length keep their order of arrival, so that equal inputs give equal rows.
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         at = bisect_left(free, (lengths[index], 0))

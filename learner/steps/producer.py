@@ -110,13 +110,13 @@ class Producer:
         self._queue, self._stages = queue, stages
         self._deadline_key, self._close_s, self._clock = deadline_key, close_s, clock
         self._changed = threading.Condition()  # lock of the queue and of the fields below
-        self._segments: dict[int, list[Segment]] = {}  # pack index -> the pack's segments
+        self._segments: dict[int, list[Segment]] = {}  # pack index -> the pack's segments.
         # None: no thread runs, because no call is permitted.
         self._thread: threading.Thread | None = None
         self._call_started_s = 0.0
         self._calls = CallTotals()
 
-    # ---- the consumer's side ---------------------------------------------------------------------------------------
+    # ---- consumer --------------------------------------------------------------------------------------------------
 
     def want(self, shares: Sequence[int]) -> None:
         """From now on roll out only the samples of `shares` (see `ShareQueue.want`)."""
@@ -211,7 +211,7 @@ class Producer:
                 flying = f"a call of {len(call.places)} samples of share {call.share} in flight for {age_s:.1f} s"
             return f"{flying}, {len(queue.queue)} packs queued, ver {queue.served.ver}"
 
-    # ---- the end ---------------------------------------------------------------------------------------------------
+    # ---- end -------------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Prevent further calls, and return at once. Must be called before the backend is closed."""
@@ -229,7 +229,7 @@ class Producer:
                 what = "waiting for the rollout producer's thread to end"
                 raise self._deadline_error(what, self._close_s, "report it: this limit is not configured")
 
-    # ---- the producer's side ---------------------------------------------------------------------------------------
+    # ---- producer --------------------------------------------------------------------------------------------------
 
     def _produce(self) -> None:
         """Make calls while they are permitted. The body of the producer's thread."""
@@ -269,7 +269,7 @@ class Producer:
             self._queue.abandon_call()
             self._end(error)
 
-    # ---- under the lock --------------------------------------------------------------------------------------------
+    # ---- locked ----------------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
         """Start the producer's thread if a call is permitted and no thread runs."""

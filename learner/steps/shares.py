@@ -47,7 +47,7 @@ from shared.errors import ConfigError, ProjectError, SyncError
 DropReason = Literal["oldest", "stale", "unwanted"]
 
 
-# ---- which share a step learns -------------------------------------------------------------------------------------
+# ---- schedule ------------------------------------------------------------------------------------------------------
 
 
 class Shares:
@@ -95,7 +95,7 @@ class Shares:
         return max(0, math.floor(stop * self._ratio) - math.floor(start * self._ratio))
 
 
-# ---- one rank's queue ----------------------------------------------------------------------------------------------
+# ---- queue ---------------------------------------------------------------------------------------------------------
 
 
 class PipelineStoppedError(ProjectError):
@@ -233,7 +233,7 @@ class ShareQueue:
         self.counts = PackCounts()
         self._next_pack = 0
 
-    # ---- the producer's side ---------------------------------------------------------------------------------------
+    # ---- producer --------------------------------------------------------------------------------------------------
 
     @property
     def may_start(self) -> bool:
@@ -311,7 +311,7 @@ class ShareQueue:
         # Among equally old packs, the pack of the latest share is dropped, because that share is learned last.
         return min(self.queue, key=lambda pack: (pack.share == self.wanted[0], pack.by.syncs, -pack.share, pack.index))
 
-    # ---- the consumer's side ---------------------------------------------------------------------------------------
+    # ---- consumer --------------------------------------------------------------------------------------------------
 
     def want(self, shares: Sequence[int]) -> list[Drop]:
         """From now on roll out only `shares`, the most urgent first. Drop and return the packs of other shares."""
@@ -371,7 +371,7 @@ class ShareQueue:
         self._taken_fenced += self.phase == "fenced"
         return packs
 
-    # ---- the fence -------------------------------------------------------------------------------------------------
+    # ---- fence -----------------------------------------------------------------------------------------------------
 
     def request_fence(self) -> None:
         """Let no call start until `complete_fence`. A second request changes nothing. Raises the error that ended the
@@ -410,7 +410,7 @@ class ShareQueue:
         oldest_fresh = self.served.syncs - self.bounds.version_window
         return [self._drop(pack, "stale") for pack in list(self.queue) if pack.by.syncs < oldest_fresh]
 
-    # ---- the end ---------------------------------------------------------------------------------------------------
+    # ---- end -------------------------------------------------------------------------------------------------------
 
     @property
     def ended(self) -> bool:

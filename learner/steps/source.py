@@ -177,7 +177,7 @@ class FreshSteps(StepSource):
         # The request index counts over all ranks, so that no two owed samples share a seed.
         self._first_owed = sum(len(carried[rank :: ranks.world_size]) for rank in range(ranks.rank))
 
-    # ---- a step's parts, which `BufferedSteps` does in its own way -------------------------------------------------
+    # ---- overridable -----------------------------------------------------------------------------------------------
 
     def _begin_window(self, window: Sequence[Upcoming]) -> None:
         steps = [

@@ -78,7 +78,7 @@ class Stage2Steps(StepSource):
         # Samples that a checkpoint of another trainer variant carried; they are never learned
         self._carried: list[str] = []
 
-    # ---- what a subclass says of Channel-B -------------------------------------------------------------------------
+    # ---- abstract --------------------------------------------------------------------------------------------------
 
     def _channel_b(self) -> Generator[PackedRow]:
         """Yield this rank's rows of a Channel-B step, as they become ready."""
@@ -97,7 +97,7 @@ class Stage2Steps(StepSource):
         """Return this rank's metrics of the last step's rollouts."""
         return RankMetrics()
 
-    # ---- as the trainer asks ---------------------------------------------------------------------------------------
+    # ---- StepSource ------------------------------------------------------------------------------------------------
 
     def begin(self, global_step: int) -> Channel:
         self._decision, self._global_step = self._decide(global_step), global_step

@@ -98,7 +98,7 @@ class ServerDelivery:
         self._device, self._start_join = device, start_join
         self.members = Members(backend, ranks, control=control, check=check)
         self._groups = ServerGroups((), "", b"")
-        self._statuses: dict[str, ServerStatus] = {}  # URL -> the server's status when the learner joined its group
+        self._statuses: dict[str, ServerStatus] = {}  # URL -> the server's status when the learner joined its group.
         # The buckets of each source and dtype, which are the same in every sync.
         self._plans: dict[tuple[WeightSource, torch.dtype | None], list[Bucket]] = {}
         self._full_weights = ""  # digest of the last full update, which is part of the digest of an adapter
@@ -107,7 +107,7 @@ class ServerDelivery:
         self._newcomers = Deadline(0.0)  # one deadline for join and update together, if new servers take part
         self._deadline = Deadline(0.0)  # deadline for reaching as many servers as this sync needs
         self._parts: dict[str, float] = {}  # seconds that each part of this sync took
-        self._learner: dict[tuple[torch.dtype | None, Mode], CanaryScores] = {}  # the learner's scores in this sync
+        self._learner: dict[tuple[torch.dtype | None, Mode], CanaryScores] = {}  # the learner's scores in this sync.
         # Number of syncs for which the learner computed scores.
         self._num_scored: Counter[tuple[torch.dtype | None, Mode]] = Counter()
 
@@ -121,7 +121,7 @@ class ServerDelivery:
         # A group cannot change its members, so any other set of servers needs new groups.
         return {member.base_url for member in self.members.to_reach()} == {link.base_url for link in self._groups.links}
 
-    # ---- after a failure -------------------------------------------------------------------------------------------
+    # ---- failures --------------------------------------------------------------------------------------------------
 
     def recover(self, error: ProjectError, num_repeated: int) -> Recovery:
         # Another try would send the same weights, with the same values that are not finite.
@@ -402,7 +402,7 @@ class ServerDelivery:
         return self._plans[key]
 
 
-# ---- an update is what it should be (R09) --------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------------------------
 
 
 def check_sent(buckets: Sequence[Bucket], sums: Sequence[torch.Tensor], scored: Checksums) -> None:

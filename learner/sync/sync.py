@@ -149,7 +149,7 @@ class Sync:
         self._is_connected = False
         self._delivery.leave(abort=False)
 
-    # ---- run by `Delivery.together` ----------------------------------------------------------------------------------
+    # ---- together ----------------------------------------------------------------------------------------------------
 
     def _connect(self) -> int:
         # The version starts at the highest one that a generator has seen, so that no old rollout passes for a new one.

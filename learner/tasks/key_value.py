@@ -109,7 +109,7 @@ class FieldAssignment:
         return parsed.closed and not (self.wrong or self.extra or self.missed or any(parsed.drops.values()))
 
 
-# ---- the task ------------------------------------------------------------------------------------------------------
+# ---- task ----------------------------------------------------------------------------------------------------------
 
 
 def read_fields(path: str, data: DataConfig) -> Iterator[Sample]:
@@ -200,7 +200,7 @@ class KeyValueTask(Task):
         return self._pieces.tokenizer.eos_token_id
 
 
-# ---- reading answers -----------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------------------------
 
 
 def _parse(rollout: Rollout, text: TokenText) -> ParsedFields:
@@ -271,7 +271,7 @@ def _cut(parsed: ParsedFields, kept: int) -> tuple[int, str, int]:
     return 0, "{", 0
 
 
-# ---- writing, counting, checking -----------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------------------------
 
 
 def _written(fields: Iterable[Field]) -> str:

@@ -43,7 +43,7 @@ _NUM_BINS = 1000
 _ADDED_TOKEN = r"(<\|[^|<>]*\|>)"
 _NUMBER = r"(?<=[\[ ])(0|[1-9][0-9]{0,2})(?=[,\]])"
 _NO_NUMBER = r"((?!))"
-_DIGIT = "0"  # an example: it stands for any digit
+_DIGIT = "0"  # an example: it stands for any digit.
 # The characters that can be next to a number. Whitespace is given twice: as in byte-level vocabularies, and plain, as
 # in added tokens.
 _BESIDE = r"[\[\], \t\n\rĠĉĊč]"

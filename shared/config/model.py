@@ -197,7 +197,7 @@ _WORDS: Mapping[object, str] = {
 }
 
 
-# ---- types in words ------------------------------------------------------------------------------------------------
+# ---- types ---------------------------------------------------------------------------------------------------------
 
 
 def describe(annotation: object, metadata: tuple[object, ...] = ()) -> str:
@@ -240,7 +240,7 @@ def _bounds(metadata: tuple[object, ...], what: Literal["value", "length"]) -> s
     return f"{prefix} in {'[' if names[0] in said else '('}{low:g}, {high:g}{']' if names[2] in said else ')'}"
 
 
-# ---- where keys are ------------------------------------------------------------------------------------------------
+# ---- keys ----------------------------------------------------------------------------------------------------------
 
 
 def _alternatives(annotation: object) -> Iterator[object]:
@@ -329,7 +329,7 @@ def _wanted_at(model: type[BaseModel], path: KeyPath) -> str:
     return "a valid item" if path and isinstance(path[-1], int) else "a mapping"
 
 
-# ---- pydantic's errors in words ------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------------------------
 
 
 def mistake_of(
@@ -441,7 +441,7 @@ def _is_right_without_quotes(text: str, annotation: Any) -> bool:
     return True
 
 
-# ---- a configuration that is partly wrong --------------------------------------------------------------------------
+# ---- partly-wrong --------------------------------------------------------------------------------------------------
 
 
 # Adapters are kept, because making them again took half of the time of reading a configuration with mistakes.

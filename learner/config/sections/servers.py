@@ -1,7 +1,7 @@
 """The section `vllm.server` of the rollouts: where the rollout servers are.
 
 A configuration names servers in one of two forms (R05): the list `servers`, or `base_url` together with `group_port`.
-`paired_servers` returns the same list for both forms.
+`paired_servers` returns a list of servers for either form.
 """
 
 from __future__ import annotations

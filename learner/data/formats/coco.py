@@ -359,7 +359,7 @@ def mask_of(rle: Mapping[str, object], width: int, height: int, max_pixels: int)
         raise ValueError(f"a mask of more than data.max_image_pixels ({max_pixels}) pixels")
     if not isinstance(counts, list | str):
         raise ValueError("no run lengths (`counts`)")
-    # Too many runs are refused by the length of the list or text, before they are read.
+    # The length of the list or text bounds the number of runs before they are read.
     if len(counts) > (MOST_RUNS if isinstance(counts, list) else MOST_RUNS * _MOST_CHARACTERS):
         raise ValueError(f"run lengths in more than {MOST_RUNS} runs")
     runs = [whole(value) for value in counts] if isinstance(counts, list) else _runs_in(counts)

@@ -226,7 +226,7 @@ def _sigmoid(values: Floats) -> Floats:
     return 1 / (1 + np.exp(-np.clip(values, -30, 30)))
 
 
-# ---- how good scores are -------------------------------------------------------------------------------------------
+# ---- quality -------------------------------------------------------------------------------------------------------
 
 
 def log_loss(right: Floats, scores: Floats) -> float:

@@ -129,7 +129,7 @@ def tally(found: Sequence[LabelCandidate], num_answers: int) -> Tally:
     return counts
 
 
-# ---- how many votes are enough --------------------------------------------------------------------------------------
+# ---- estimate -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,7 +298,7 @@ def _least_share(part: float, whole: float) -> float:
     return (share + 1 / (2 * whole) - spread) / (1 + 1 / whole)
 
 
-# ---- the completed sample -------------------------------------------------------------------------------------------
+# ---- completion -----------------------------------------------------------------------------------------------------
 
 
 def completed(

@@ -44,7 +44,7 @@ from learner.tasks.detection.geometry import iou_matrix
 
 # On photographs of cells, labels with a probability of at least 0.5 gain 577 (right labels minus wrong labels). Labels
 # chosen by a min number of votes gain at most 496.
-PROBABLE = 0.5  # min probability of a new label; less probable labels harm more than they help
+PROBABLE = 0.5  # min probability of a new label; less probable labels harm more than they help.
 # Min clusters with a label, and min clusters without a label. With fewer it is not tested whether gaps are random.
 _FEWEST = 20
 _AUC, _CHANCE = 0.6, 0.001  # gaps depend on a box's features if AUC > `_AUC` and p-value < `_CHANCE`.
@@ -163,7 +163,7 @@ def _by_probabilities(known: CompletionEstimate, found: Found, num_labels: int, 
     )
 
 
-# ---- are gaps random ------------------------------------------------------------------------------------------------
+# ---- randomness -----------------------------------------------------------------------------------------------------
 
 
 def not_random(found: Found, num_answers: int) -> str:

@@ -159,7 +159,7 @@ def _overlaps(objects: Sequence[DetectionObject], shares: NDArray[np.float64]) -
     return np.stack([iou.max(axis=1), same.max(axis=1), rivals.max(axis=1)], axis=1)
 
 
-# ---- from features to a probability --------------------------------------------------------------------------------
+# ---- calibration ---------------------------------------------------------------------------------------------------
 
 
 class ScoredObject(NamedTuple):
