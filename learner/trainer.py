@@ -56,7 +56,7 @@ class Boundary:
 @contextmanager
 def start_set_aside() -> Iterator[Callable[[], None]]:
     """Yield a function to call after each step. The function's first call exempts all objects that exist then from
-    garbage collection, until the context ends. Cycles of such objects are only freed then."""
+    garbage collection, until the context ends. Cycles of such objects are freed only after that."""
     set_aside = False
 
     def after_step() -> None:
@@ -361,7 +361,7 @@ class Trainer:
         """Save the last whole step after an error, without the other ranks, which may have ended. The unfinished step
         is dropped; its samples come again after the resume."""
         at = self._boundary
-        # At step 0 there is nothing to save: the weights are the model's.
+        # At step 0 there is nothing to save: the weights are those of `model.path`.
         if at is None or at.state.global_step in (0, self._saved_at):
             return
         for _, p in self.policy.trainable:

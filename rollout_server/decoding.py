@@ -198,7 +198,8 @@ class _Process:
             argv = [sys.executable, "-m", __spec__.name, str(theirs.fileno()), str(rules.max_pixels)]
             # The process gets no other environment variables, because the server's token is among them.
             env = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-            # The process imports from the same folders as this one. `-m` alone would search the working directory.
+            # The decoding process imports from the same folders as the server. `-m` alone would search the working
+            # directory.
             folders = os.pathsep.join(str(Path(folder).absolute()) for folder in sys.path)
             env |= {"PYTHONPATH": folders, "PYTHONSAFEPATH": "1"}
             self._popen = subprocess.Popen(

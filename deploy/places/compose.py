@@ -178,8 +178,8 @@ def service(
         "init": True,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
-        # Variables are named without values. Compose takes the values from its environment, and `down` works without
-        # the token.
+        # Environment variables are listed without values. Compose takes the values from its environment, and `down`
+        # works without the token.
         "environment": {"HOME": "/tmp", "XDG_CACHE_HOME": "/cache", **dict.fromkeys(variables)},
         "configs": [{"source": name, "target": f"{FOLDER}/{name}.yaml"}],
         "volumes": volumes(plan, out),

@@ -69,8 +69,8 @@ class ServerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedPath:
-    """A path that the configuration `file` names at its key `key`. `written`: the run writes there. `of_server`: the
-    file is a server's."""
+    """A path that the configuration `file` names at its key `key`. `written`: the run writes there. `of_server`: True
+    if `file` is the configuration of a server."""
 
     key: str
     file: str

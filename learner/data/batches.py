@@ -114,7 +114,7 @@ class Batches(Iterator[MicroBatch]):
         self._samples, self._augmented = samples, augmented
         self._sampler = sampler_of(len(samples), config=config, plan=plan, rank=rank)
         self._pool = encoder_pool(config, encoder, samples_per_micro_batch=plan.per_device_train_batch_size)
-        # Position of the first micro-batch that was not handed out; all earlier ones were.
+        # Position of the first micro-batch that was not handed out; all earlier micro-batches were handed out.
         self._first = 0
         self._taken: set[int] = set()  # positions after `_first` whose micro-batches were handed out.
         # This rank's parts of micro-batches that are not handed out yet, by position.

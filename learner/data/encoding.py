@@ -1,8 +1,8 @@
 """Encodes prompts ahead of time: in the learner's process, or in worker processes.
 
-In: jobs of samples, in order. Out: their encoded prompts, from each job's `result`. A worker sends a job's pixels back
-as one tensor in shared memory, and the learner cuts it into views. Nothing is copied or pickled per sample, so 16 cores
-can feed a GPU. Errors raised in a worker keep their type.
+In: jobs of samples, in order. Out: the samples' encoded prompts, from each job's `result`. A worker sends a job's
+pixels back as one tensor in shared memory, and the learner cuts it into views. Nothing is copied or pickled per sample,
+so 16 cores can feed a GPU. Errors raised in a worker keep their type.
 
 Workers are not forked from the learner, because CUDA, NCCL and gloo have threads, which a fork would break. Workers are
 forked from a server process that has imported only the modules that they need. On slow file systems, eight processes

@@ -77,7 +77,7 @@ def card_of(model: ModelFiles, name: str) -> str:
 def _base_of(run: RunRecord | None) -> str | None:
     """Return the base model's name on the hub; None if it is a folder, or unknown."""
     path = run.setting("model", "path") if run else None
-    # A folder may be called like a model on the hub.
+    # A local folder may have the name of a model on the hub.
     return path if isinstance(path, str) and _HUB_ID.fullmatch(path) and not Path(path).exists() else None
 
 

@@ -182,8 +182,7 @@ def _duration(seconds: float) -> str:
 
 
 def data_in_words(report: Mapping[str, Any]) -> list[str]:
-    """Return lines for people: what the data is, what looks wrong with it, how long the run is, and what memory it
-    takes."""
+    """Return lines for people about the data, its probable mistakes, and the run's length and memory."""
     lines: list[str] = []
     for split, number in report.get("samples", {}).items():
         found = report.get("data", {}).get(split, {"about": [f"{number} samples"], "warnings": []})

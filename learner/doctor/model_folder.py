@@ -57,8 +57,8 @@ def limits_of_images(config: RunConfig) -> list[Mistake]:
 
 
 def images_without_eyes(config: RunConfig, read: Mapping[str, Sequence[Sample]]) -> list[Mistake]:
-    """Return a mistake for each split with images, if the model takes none. `read`: the samples of each split, by the
-    key of its annotations."""
+    """Return a mistake for each split with images, if the model takes no images. `read`: the samples of each split, by
+    the key of its annotations."""
     kind = text_only(config.model.path)
     return [
         Mistake(

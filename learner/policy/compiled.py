@@ -86,7 +86,7 @@ def compiling() -> Iterator[None]:
     the first row."""
     try:
         # Without this option torch treats a layer's float (an epsilon, which never changes) as an input. After tracing,
-        # torch finds that a kernel needs the number, and traces again. No cache keeps the first trace.
+        # torch finds that a kernel needs the number, and traces again. The first trace is not kept in any cache.
         with torch._dynamo.config.patch(specialize_float=True):
             yield
     except TorchDynamoException as error:

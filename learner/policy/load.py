@@ -4,9 +4,9 @@ In: `ModelConfig`. Out: a `Policy` that learns packed rows, scores tokens, and l
 names. Supported are text-only causal language models and image-text-to-text models of the Qwen-VL kind.
 `shared/families.py` lists the families that were tested.
 
-Invariants: before `reduce_gradients`, a gradient belongs to the sum of this rank's weighted losses, not to their mean.
-If the model is sharded, a gradient is this rank's part of the gradient of the sum over all ranks. `logprobs` and
-`named_weights` do not affect training. If the model is sharded, `logprobs` and `named_weights` are collective.
+Invariants: before `reduce_gradients`, a gradient is the gradient of the sum (not the mean) of this rank's weighted
+losses. If the model is sharded, a gradient is this rank's part of the gradient of the sum over all ranks. `logprobs`
+and `named_weights` do not affect training. If the model is sharded, `logprobs` and `named_weights` are collective.
 
 The patch embedding of Qwen-VL vision towers is a convolution, and each of its inputs is a single patch. The policy
 computes the patch embedding as a matrix product, which has the same weights, the same names of weights and the same

@@ -4,8 +4,8 @@ In: a pass, and the weights that it reads. Out: a `PassGraph`, whose call repeat
 Repeating the pass takes the host a millisecond, without a wait for the device.
 
 A model for images reads image sizes on the host, and copies tables to the device. Neither reading nor copying can be
-captured. But the values that are read or copied are the same in every pass, because the inputs are the same, unless the
-values depend on weights. So one pass is recorded in `Notes`: the values read, the values copied, and which tensors
+captured. The values that are read or copied are the same in every pass, because the inputs are the same. Only values
+that depend on weights change. So one pass is recorded in `Notes`: the values read, the values copied, and which tensors
 depend on weights. The captured pass gets the recorded values instead of reading and copying.
 
 Invariants: a pass is not captured if the host reads values that depend on weights (as in a mixture of experts). Before
@@ -37,7 +37,8 @@ Given = Mapping[str, Any]  # keyword arguments
 INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# Functions of torch that copy values to the device. A TorchDispatchMode does not see the copies of these functions.
+# Functions of torch that copy values to the device. A TorchDispatchMode does not see copies that functions of
+# _FACTORIES make.
 _FACTORIES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
 _CLOSE = 0.01  # max difference, in nats, between the outputs of the recorded pass and of the trial
 

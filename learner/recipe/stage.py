@@ -52,7 +52,7 @@ def prepare(trainer: Trainer) -> bool:
     gain too little. Collective. Raises DataError if no validation sample has an object, and CheckpointError if a file
     of the recipe cannot be read."""
     ranks, run_dir = trainer.ranks, Path(trainer.config.training.output_dir)
-    # Rank 0 reads for all ranks, so that they cannot take different ways.
+    # Rank 0 reads for all ranks, so that all ranks make the same decision.
     (record, *_) = ranks.all_succeed(lambda: read_record(run_dir.parent) if ranks.is_main else None)
     assert record is not None, "a stage is begun by its recipe"
     name, sft_dir = trainer.config.custom.trainer_variant, run_dir.parent / SFT

@@ -113,8 +113,8 @@ def _digits(value: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Return about `count` + 1 round numbers for the marks of an axis, at equal distances. The first is at most `low`,
-    the last at least `high`."""
+    """Return about `count` + 1 round numbers for the marks of an axis, at equal distances. The first mark is at most
+    `low`, the last mark at least `high`."""
     # `low` and `high` may be equal, or differ only by rounding of floats. An axis needs a length.
     if high - low <= ROUNDING * max(abs(low), abs(high)):
         high = low + (abs(low) or 1.0)

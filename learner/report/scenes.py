@@ -36,8 +36,8 @@ MAX_CLASSES, MAX_SCENES = 12, 48  # max classes with a filter; max scenes on the
 
 # Width of a drawing, height of a tag, width of its letters (all in drawing units); max letters of a tag.
 DRAWING, TAG_HEIGHT, TAG_LETTER, MAX_TAG = 300.0, 14.0, 7.0, 18
-# In pixels. Larger images are reduced to MAX_SIDE. The page asks browsers not to smooth an image that they enlarge, if
-# its longer side is at most SMALL_SIDE.
+# Images with a side above MAX_SIDE pixels are reduced. The page asks browsers not to smooth an image that they enlarge,
+# if its longer side is at most SMALL_SIDE.
 MAX_SIDE, SMALL_SIDE = 720, 256
 MAX_PIXELS = 100_000_000  # an image with more pixels is not shown
 _COLORS: Mapping[Outcome, str] = {
@@ -201,8 +201,8 @@ def choose_scenes(before: Mapping[str, Scene], after: Mapping[str, Scene] | None
 
 def choose_by_class(scenes: Mapping[str, Scene], chosen: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
     """Return a filter for each of the most frequent classes, as `choose_scenes` does. A filter has all `chosen` scenes
-    with a label or prediction of the class. If these are fewer than PER_CLASS, other such scenes are added, with the
-    lowest F1 first."""
+    with a label or prediction of the class. If there are fewer than PER_CLASS of them, other scenes with the class are
+    added, with the lowest F1 first."""
     classes = {key: {item.desc for item in (*scene.truth, *scene.predictions)} for key, scene in scenes.items()}
     frequent = Counter(item.desc for scene in scenes.values() for item in scene.truth).most_common(MAX_CLASSES)
     if len(frequent) < 2:

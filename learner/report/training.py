@@ -340,8 +340,8 @@ def timeline(steps: Sequence[StepTimeline]) -> TimelineDrawing | None:
 
 def typical(steps: Sequence[StepTimeline]) -> int | None:
     """Return the index of a step of median length, among the steps with rollouts if there are any; None without steps.
-    The first step is left out. Steps with an evaluation or a completion of labels are left out too. If one of these
-    rules would leave no step, it is not applied."""
+    The first step is left out. Steps with an evaluation or a completion of labels are left out too. A rule that would
+    leave no step is not applied."""
     usable = [i for i, step in enumerate(steps) if step.activities and step.end_s > step.begin_s]
     # The first step is left out, because the run warms up in it.
     usable = usable[1:] or usable

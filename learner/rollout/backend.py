@@ -18,8 +18,8 @@ from learner.records import CallRecord, Rollout, RolloutCallLog, Sample
 from shared.seeds import request_seed
 
 # Values of `micro_step_idx` for requests outside of a micro-step. The values are negative, so that no two requests have
-# the same seed. Rollouts made ahead of the steps. Their `global_step` is the number of their share (the samples of one
-# step).
+# the same seed. Rollouts made ahead of the steps. The `global_step` of such rollouts is the number of their share (the
+# samples of one step).
 AHEAD_OF_STEPS = -1
 COMPLETES_LABELS = -2  # rollouts that complete the labels of samples
 TELL_S = 10.0  # seconds between two lines that report the progress of an evaluation

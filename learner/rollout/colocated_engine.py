@@ -365,7 +365,7 @@ class ColocatedEngine:
         try:
             asked = [prompt.for_engine() for prompt in prompts]
             return self._llm.generate(asked, list(params), use_tqdm=False, lora_request=self._adapter)
-        except ValueError as error:  # vLLM refuses a request
+        except ValueError as error:  # vLLM raises ValueError if it refuses a request
             if says_too_long(error):
                 raise self._too_long(str(error)) from error
             raise RolloutError("the colocated engine refuses a request", found=str(error)[:500]) from error

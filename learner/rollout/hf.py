@@ -5,9 +5,9 @@ no collective, so every rank generates for itself. A rollout's `ver` is the numb
 
 Invariants: prompts are the encoder's token ids; at most `decode_batch_size` sequences are decoded at once (a beam
 search decodes `num_beams` sequences for each sample); a rollout depends on its prompt and its seed, not on the other
-samples of its batch. Afterwards, also after an error, the model has its old attention, training modes and generation
-settings. Weights, `requires_grad` and random generators are not touched. Rollouts must not be made while another thread
-runs a forward pass of the model.
+samples of its batch. After a generation, even a failed one, the model has its old attention, training modes and
+generation settings. Weights, `requires_grad` and random generators are not touched. Rollouts must not be made while
+another thread runs a forward pass of the model.
 
 The logits processors here make a sequence depend on its own prompt and seed only. The processors have vLLM's order:
 repetition penalty, temperature, top-k, top-p, sampling.

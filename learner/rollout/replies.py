@@ -2,7 +2,7 @@
 
 In: the bytes or the stream of a reply. Out: models of `shared/wire.py`, or a `ProjectError` that names the server.
 Invariants: each request of an `/infer/` call is answered once: in a list at the end of the call, or in a line of its
-own as soon as the request ends. The server's own error text reaches the caller. Without such a text, the HTTP status
+own as soon as the request ends. The server's own error text reaches the caller. Without an error text, the HTTP status
 decides which error is raised.
 """
 

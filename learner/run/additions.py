@@ -63,8 +63,8 @@ class Addition(NamedTuple):
 
 
 def addition_of(obj: DetectionObject, sample: Sample) -> Addition:
-    """Return the object with coordinates in pixels of its image. When the pixels are read, the result has the object's
-    bins again."""
+    """Return the object with coordinates in pixels of its image. Converting the pixels to bins gives the object's bins
+    again."""
     sides = sample.size_of(obj.image)
     points = tuple(round(value * sides[i % 2] / _LAST_BIN, _DIGITS) for i, value in enumerate(obj.bins))
     xs, ys = points[0::2], points[1::2]

@@ -331,7 +331,7 @@ def verify(path: Path) -> None:
         raise damaged(path, f"{', '.join(sorted(wrong))} missing or not as written")
 
 
-_TOO_MANY = 1 << 53  # a stored number of steps or versions must be less: from here on floats are not exact
+_TOO_MANY = 1 << 53  # limit of stored numbers of steps and versions: larger numbers are not exact as floats
 
 
 def _read_state(path: Path) -> tuple[TrainerState, str]:

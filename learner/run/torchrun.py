@@ -31,7 +31,8 @@ def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> i
     thread can call this. `max_restarts`: how often torchrun starts all ranks again after one has failed."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
     if max_restarts:
-        # Each restart gets a new store. In the old store the new ranks would find addresses of ended ranks.
+        # Each restart gets a new store (torch's rendezvous server). In the old store the new ranks would find addresses
+        # of ended ranks.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if command[:1] == ["-m"]:
         os.environ |= without_working_directory(os.environ)

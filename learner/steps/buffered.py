@@ -6,9 +6,9 @@ rollouts, syncs or packing. `WindowRepeater` hands out the window's micro-batche
 takes no new samples.
 
 Invariants: steps get copies of the kept rows, so no step changes the rows of the next. The packing buffer changes in
-E-steps only. A micro-batch other than the one that the kept rows were made of raises an error. The buffer is not part
-of a checkpoint. A run resumed in the middle of a window begins with an E-step: it makes rollouts of all samples of the
-window, and of the samples that earlier windows carried into it. Evaluations do not use this buffer.
+E-steps only. An M-step raises an error if its micro-batch is not the micro-batch of the kept rows. The buffer is not
+part of a checkpoint. A run resumed in the middle of a window begins with an E-step: it makes rollouts of all samples of
+the window, and of the samples that earlier windows carried into it. Evaluations do not use this buffer.
 """
 
 from __future__ import annotations

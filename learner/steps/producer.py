@@ -95,8 +95,8 @@ def check_segments(call: Call, wanted_ids: Sequence[str], segments: Sequence[Seg
 
 
 class Producer:
-    """One rank's producer. `deadline_key`: the configuration key of the waits' deadlines, for errors. `close_s`: how
-    long `close` waits for the thread, in seconds."""
+    """One rank's producer. `deadline_key`: the configuration key that sets the deadlines, named in errors. `close_s`:
+    how long `close` waits for the thread, in seconds."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Producer:
         self._deadline_key, self._close_s, self._clock = deadline_key, close_s, clock
         self._changed = threading.Condition()  # lock of the queue and of the fields below
         self._segments: dict[int, list[Segment]] = {}  # pack index -> the pack's segments.
-        # None: no thread runs, because no call is permitted.
+        # The producer's thread; None: no thread runs, because no call is permitted.
         self._thread: threading.Thread | None = None
         self._call_started_s = 0.0
         self._calls = CallTotals()

@@ -90,8 +90,8 @@ class StepSource(Protocol):
         """The run's position in its data, as JSON for a checkpoint. To be called between two steps. Equal on all ranks.
         Collective.
 
-        `batches`: the dataloader's state. `carried`: per rank, samples to learn besides those of the dataloader.
-        `stage2`: only in `stage2_ab_training`.
+        `batches`: the dataloader's state. `carried`: for each rank the samples to learn in addition to the
+        dataloader's. `stage2`: only in `stage2_ab_training`.
         """
         ...
 

@@ -66,7 +66,7 @@ class StepSyncs:
         self._journal.sync(self.receipt, step=step)
 
     def agree(self, step: int) -> None:
-        """Let all ranks agree on the servers that are still used, and log each server that has come or gone.
+        """Let all ranks agree on the servers that are still used, and log each server that has joined or left.
         Collective. Raises ServerError if too few are left."""
         for change in self.sync.agree() if self.sync is not None else ():
             self._journal.server(change, step=step)

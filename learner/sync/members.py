@@ -209,7 +209,7 @@ class ReturnWatch:
             await asyncio.sleep(self._backend.timeouts.poll_s)
 
     def _to_look_at(self) -> tuple[str, ...]:
-        """Return the servers to poll now. If there are none, the watch ends."""
+        """Return the servers to poll now. If there are no servers to poll, the watch ends."""
         with self._lock:
             if not self._followed:
                 # The watch's future ends a moment later. If it were not set to None here, `follow` would start no new

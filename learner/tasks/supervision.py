@@ -2,7 +2,8 @@
 
 In: a `Target`, or a text's tokens. Out: a checked `Segment`. Invariants: `labels[i] == -100` exactly if
 `loss_weights[i] == 0`. Every supervised token is in the assistant span, and a token before it predicts it.
-`check_supervision` checks this when a segment is built, and before it is learned (`policy/packed.py`). No side effects.
+`check_supervision` checks these invariants when a segment is built, and before it is learned (`policy/packed.py`). No
+side effects.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ IGNORED = -100  # the label of a token that is not learned
 def check_supervision(segment: Segment) -> NDArray[np.int64]:
     """Return the indices of the segment's supervised tokens (label set, weight positive).
 
-    Raises LossError if one is outside the assistant span, or if labels and weights contradict each other.
+    Raises LossError if a supervised token is outside the assistant span, or if labels and weights contradict each
+    other.
     """
     labels, weights = segment.labels, segment.loss_weights
     # The first token is never supervised, because no token before it predicts it.

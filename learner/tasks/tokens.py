@@ -9,9 +9,9 @@ Encodings of short texts are cached.
 cross the cut. In: a tokenizer's encoding, its added tokens and its vocabulary. Out: the ids of the whole text, or None
 if the text cannot be cut safely. Tokenizers split at an added token `<|...|>` first, so the text between two added
 tokens always has the same tokens. A coordinate in digits stands between one of `[ ,` and one of `,]`. If no token has a
-digit next to such a character, no token crosses the number's ends. A pre-tokenizer may split the text between two
-numbers differently for different digits. So the text between two numbers is encoded with a digit on either side, and
-used only if these digits are separate tokens.
+digit next to one of these characters, no token crosses the number's ends. A pre-tokenizer may split the text between
+two numbers differently for different digits. So the text between two numbers is encoded with a digit on either side,
+and used only if these digits are separate tokens.
 """
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ class TokenPieces:
             lengths = np.array(list(map(len, pieces)), dtype=np.int64)
             begins = len(self._bytes) + lengths.cumsum() - lengths
             self._bytes = np.concatenate([self._bytes, np.frombuffer(b"".join(pieces), dtype=np.uint8)])
-            # Threads read without the lock. Threads without the lock see a token as new until its length is set, so the
-            # length is written last.
+            # Other threads read the tables without the lock. Threads without the lock see a token as new until its
+            # length is set, so the length is written last.
             self._begins[new] = begins
             self._lengths[new] = lengths
 

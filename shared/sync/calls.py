@@ -125,7 +125,7 @@ class Sender:
         self._thread: threading.Thread | None = None
 
     def put(self, operation: Operation[None], begin: Begin) -> bool:
-        """Queue a call. The call's end ends `operation`. Returns False if the sender is closed."""
+        """Queue a call. `operation` ends when the call ends. Returns False if the sender is closed."""
         with self._changed:
             if self._closed:
                 return False

@@ -276,7 +276,7 @@ def _listen(member: Seat) -> socket.socket:
                 listener.bind((member.host, member.port))
                 break
             except OSError as error:
-                # The last group may still be leaving the port. Other errors do not pass with time.
+                # The last group may still be leaving the port. Waiting does not help against other errors.
                 if error.errno != errno.EADDRINUSE or not retry.wait():
                     raise _cannot_listen(member, error) from error
         listener.listen(_BACKLOG)

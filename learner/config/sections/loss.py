@@ -71,7 +71,7 @@ class LossConfig(Section):
     @classmethod
     def _with_preset(cls, values: object) -> object:
         if isinstance(values, Mapping) and values.get("preset") == "recommended":
-            # Keys in the file win over the preset.
+            # Keys that the file sets replace values of the preset.
             return {**RECOMMENDED, **values}
         return values
 

@@ -94,8 +94,8 @@ class ServerClientConfig(Section):
 
 
 def paired_servers(server: ServerClientConfig) -> list[ServerEntry]:
-    """Return the servers of a section without mistakes, whichever form it has. If several URLs have a single port,
-    server i gets that port + i. Slashes at the end of a URL are removed."""
+    """Return the servers of a section without mistakes, in either form. If several URLs have a single port, server i
+    gets that port + i. Slashes at the end of a URL are removed."""
     if server.servers is not None:
         pairs = [(entry.base_url, entry.group_port) for entry in server.servers]
     else:

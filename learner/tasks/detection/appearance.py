@@ -8,9 +8,9 @@ missing at random, because an object looks the same with and without a label.
    box. A moved box with an IoU of 0.08 to 0.45 is an example of a misplaced box. Edges at the photograph's border are
    not moved.
 2. *Scores.* A logistic regression with an L2 penalty separates right from wrong examples by the pixels in and around
-   the box. A class with `OWN_CLASS` labels has its own classifier. All classes with fewer labels share a classifier,
-   which does not use names. Photographs are divided into `FOLDS` parts. Each part is scored by a classifier that was
-   fitted on the other parts.
+   the box. A class with `OWN_CLASS` labels has its own classifier. All classes with fewer than `OWN_CLASS` labels share
+   a classifier, which does not use names. Photographs are divided into `FOLDS` parts. Each part is scored by a
+   classifier that was fitted on the other parts.
 3. *Shares.* The scores of finds are modelled as a mixture of two distributions: the scores of right examples, and the
    scores of misplaced examples. A share is the weight of one distribution in the mixture. EM estimates the shares
    separately by class, by number of votes, and for boxes at the photograph's border. The probability that a find is

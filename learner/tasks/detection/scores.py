@@ -31,7 +31,7 @@ from learner.tasks.tokens import TokenPieces
 from shared.validation import read_if_there
 
 FEATURES = (
-    "greedy",  # 1: the greedy answer has the object
+    "greedy",  # 1 if the greedy answer has the object, else 0
     "share",  # fraction of the sampled answers that have the object
     "tight",  # mean IoU of the boxes in sampled answers with this box
     "named",  # fraction of the answers with the object that give it this name
