@@ -25,9 +25,8 @@ from learner.config.plan import Plan
 from learner.config.schedule import scheduled_channel
 from learner.config.schema import RunConfig
 from learner.config.sections.augment import AugmentConfig, stays_upright
-from learner.data.raw import has_area, within
 from learner.records import DetectionObject, Sample, View
-from learner.tasks.detection.bins import canonical_order, to_bins, to_pixels
+from learner.tasks.detection.bins import canonical_order, has_area, to_bins, to_pixels, within
 from shared.errors import DataError
 
 log = logging.getLogger(__name__)

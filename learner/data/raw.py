@@ -36,13 +36,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from learner.config.sections.data import BadAction, BadKind, Coordinates
 from learner.data.formats.strict import plain_name
 from learner.data.units import Reach, sides_in, to_pixels
-from learner.records import DetectionObject, GeometryKind, Place, RawObject, RawRecord, Rect, Sample, Size
-from learner.tasks.detection.bins import canonical_order, encloses_something, to_bins
+from learner.records import DetectionObject, Place, RawObject, RawRecord, Sample, Size
+from learner.tasks.detection.bins import canonical_order, has_area, rounded, to_bins, within
 from learner.tasks.detection.grammar import NUM_BINS
 from shared.errors import DataError, MediaError, RequestError
 from shared.generation import Turn, render_messages
@@ -51,8 +50,6 @@ from shared.reading import as_here, is_utf8
 from shared.validation import fault_of
 
 if TYPE_CHECKING:
-    from shapely.geometry.base import BaseGeometry
-
     from learner.data.formats.source import Nearby
 
 Kind = BadKind | Literal["malformed"]
@@ -87,22 +84,22 @@ class BadRecords:
             if len(self.errors) < MAX_SHOWN:
                 self.errors.append(_with_way_out(kind, error))
         else:
-            self.counts[kind, action] += 1
-            self._add_example(kind, action, error)
+            self._count(kind, action, error)
         return action
 
     def keep(self, kind: Kept, error: DataError) -> None:
         """Count a record that may be wrong, but is used."""
-        self.counts[kind, "keep"] += 1
-        self._add_example(kind, "keep", error)
+        self._count(kind, "keep", error)
 
-    def _add_example(self, kind: Kind | Kept, action: BadAction | Literal["keep"], error: DataError) -> None:
+    def _count(self, kind: Kind | Kept, action: BadAction | Literal["keep"], error: DataError) -> None:
+        self.counts[kind, action] += 1
         self.examples.setdefault((kind, action), f"{error.what}; found {error.found}")
 
     def malformed(self, place: Place, error: ValidationError) -> None:
         """Report all mistakes that pydantic found in one record."""
         for detail in error.errors(include_url=False):
-            self.meet("malformed", _in_words(place, detail))
+            fault = fault_of(detail)
+            self.meet("malformed", place.error(fault.what, found=fault.found, wanted=fault.wanted))
 
     def raise_errors(self, file: str) -> None:
         """Raise DataError if there were errors. A single error is raised unchanged, several as a list."""
@@ -141,11 +138,6 @@ def _with_way_out(kind: Kind, error: DataError) -> DataError:
     return DataError(error.what, found=error.found, wanted=error.wanted, remedy=remedy)
 
 
-def _in_words(place: Place, detail: ErrorDetails) -> DataError:
-    fault = fault_of(detail)
-    return place.error(fault.what, found=fault.found, wanted=fault.wanted)
-
-
 # ---- samples -------------------------------------------------------------------------------------------------------
 
 
@@ -162,9 +154,13 @@ class SeenImages:
     in the record, the file) for each image that is not at its record's path."""
 
     sources: tuple[str, ...] = ()
-    sizes: tuple[tuple[int, int] | None, ...] = ()
+    sizes: tuple[Size | None, ...] = ()
     error: MediaError | None = None
     found: tuple[tuple[str, Path], ...] = ()
+
+    @property
+    def known(self) -> tuple[Size, ...]:
+        return tuple(size for size in self.sizes if size is not None)
 
 
 def look_at_images(names: Sequence[str], images: Images, folder: Path, nearby: Nearby) -> SeenImages:
@@ -242,13 +238,9 @@ class SampleMaker:
         self._tell_found(seen, place)
         if not self._asks_something(sample.messages, len(sample.images), place) or not self._has_shape(seen, place):
             return None
-        width, height = next((size for size in seen.sizes if size is not None), (1, 1))
-        if sample.width and sample.height:
-            width, height = sample.width, sample.height
-        sizes = sample.sizes
-        if len(seen.sizes) > 1 and not sizes:
-            known = tuple(size for size in seen.sizes if size is not None)
-            sizes = known if len(known) == len(seen.sizes) else ()
+        known, given = seen.known, (sample.width, sample.height)
+        width, height = given if all(given) else next(iter(known), (1, 1))
+        sizes = sample.sizes or (known if 1 < len(known) == len(seen.sizes) else ())
         sample = replace(sample, images=seen.sources, width=width, height=height, sizes=sizes)
         return sample if self._is_valid(sample, place) and self._fits(sample, place) else None
 
@@ -281,44 +273,35 @@ class SampleMaker:
         """Return True if the record's width and height belong to a resized copy of the image."""
         return (self.coordinates or record.unit) == "resized"
 
-    def _size(self, record: RawRecord, seen: SeenImages) -> Size | None:
-        """Return width and height of the image; None if the record is dropped, or if they are not known."""
-        place, error = record.place, seen.error
-        size = self._said(record, 1)[0]
-        if error is not None:
-            return size if self._miss_image(error, place) == "error" else None
-        if not self._has_shape(seen, place):
-            return None
-        known = [size for size in seen.sizes if size is not None]
+    def _size(self, record: RawRecord, seen: SeenImages, size: Size | None) -> Size | None:
+        """Return width and height of the only image; None if the record is dropped, or if they are not known. `size`:
+        as the record says."""
+        place, known = record.place, seen.known
         # The record has the size of the copy. The sample needs the size of the image itself.
         if known and size is not None and self._is_copy(record):
             return known[0]
         if size is None and (not known or self._is_copy(record)):
             what = "the size of its image is not known" if not known else "the size of the resized copy is not known"
-            bad = place.error(what, found="no width and height", wanted="both")
-            self.bad.meet("malformed", bad)
+            self.bad.meet("malformed", place.error(what, found="no width and height", wanted="both"))
             return None
         if size is not None and size not in known and len(known) == len(seen.sizes) > 0:
-            return (
-                size
-                if self.bad.meet("image_size", _wrong_size(place, size, known, seen.sources[0])) == "error"
-                else None
-            )
+            bad = _wrong_size(place, size, known, seen.sources[0])
+            return size if self.bad.meet("image_size", bad) == "error" else None
         return size or known[0]
 
     def _sizes(self, record: RawRecord, seen: SeenImages) -> tuple[Size, ...] | None:
         """Return the size of each image; one size if the record has no image. None if the record is dropped, or if a
         size is not known."""
         place, number = record.place, len(record.images)
-        if number < 2:
-            size = self._size(record, seen)
-            return None if size is None else (size,)
+        said = self._said(record, number)
         if seen.error is not None:
-            self._miss_image(seen.error, place)
-            return None
+            is_kept = self._miss_image(seen.error, place) == "error" and number < 2
+            return (said[0],) if is_kept and said[0] else None
         if not self._has_shape(seen, place):
             return None
-        said = self._said(record, number)
+        if number < 2:
+            size = self._size(record, seen, said[0])
+            return None if size is None else (size,)
         for k, (one, own) in enumerate(zip(said, seen.sizes, strict=True), start=1):
             name = f"its image {k}"
             if (
@@ -408,9 +391,11 @@ class SampleMaker:
         if not obj.ignored and not has_area(obj.kind, coords):
             self._no_area(obj, "an area above 0")
             return None
-        if not _inside(coords, size):
+        if not all(-EDGE_TOLERANCE <= value <= size[i % 2] + EDGE_TOLERANCE for i, value in enumerate(coords)):
             cut = within(obj.kind, coords, (0, 0, *size))
-            if not obj.ignored and self._outside(obj, size, something_is_inside=bool(cut)) != "clip":
+            what, wanted = f"{obj.name} lies outside the image", f"pixels within {size[0]} x {size[1]}"
+            error = obj.place.error(what, found=obj.written, wanted=wanted)
+            if not obj.ignored and self.bad.meet("outside_image", error, can_be_cut=bool(cut)) != "clip":
                 return None
             coords = cut
         bins: tuple[float, ...] = to_bins(coords, *size) if coords else ()
@@ -426,11 +411,6 @@ class SampleMaker:
 
     def _no_area(self, obj: RawObject, wanted: str) -> None:
         self.bad.meet("no_area", obj.place.error(f"{obj.name} has no area", found=obj.written, wanted=wanted))
-
-    def _outside(self, obj: RawObject, size: tuple[int, int], *, something_is_inside: bool) -> BadAction:
-        what, wanted = f"{obj.name} lies outside the image", f"pixels within {size[0]} x {size[1]}"
-        error = obj.place.error(what, found=obj.written, wanted=wanted)
-        return self.bad.meet("outside_image", error, can_be_cut=something_is_inside)
 
     def _is_valid(self, sample: Sample, place: Place) -> bool:
         try:
@@ -458,67 +438,11 @@ def _wrong_size(place: Place, said: Size, known: Sequence[Size], source: str, na
         why, remedy = ": width and height are swapped", "swap width and height in the annotation"
         # Swapped sides come from an EXIF orientation, or else from the annotation.
         if Images(ImageRules()).is_turned(source):
-            why, remedy = (
-                " as its EXIF orientation turns it",
-                "annotate the upright image, or remove its EXIF orientation",
-            )
+            why = " as its EXIF orientation turns it"
+            remedy = "annotate the upright image, or remove its EXIF orientation"
     return place.error(
         f"{name} has another size than the annotation says",
         found=f"{said[0]} x {said[1]} in the annotation, {own} of the image{why}",
         wanted="boxes in pixels of the upright image, and its size",
         remedy=remedy,
     )
-
-
-# ---- geometry ------------------------------------------------------------------------------------------------------
-
-
-def _inside(coords: Sequence[float], size: tuple[int, int]) -> bool:
-    return all(-EDGE_TOLERANCE <= value <= size[i % 2] + EDGE_TOLERANCE for i, value in enumerate(coords))
-
-
-def rounded(sample: Sample) -> Sample:
-    """Return a sample with exact bins rounded to whole ones. Objects that have no area after that are left out."""
-
-    def whole(objects: Iterable[DetectionObject]) -> list[DetectionObject]:
-        found = [obj._replace(bins=tuple(map(round, obj.bins))) for obj in objects]
-        return [obj for obj in found if has_area(obj.kind, obj.bins)]
-
-    return replace(sample, objects=canonical_order(whole(sample.objects)), ignored=tuple(whole(sample.ignored)))
-
-
-def has_area(kind: GeometryKind, coords: Sequence[float]) -> bool:
-    """Return True if a box or polygon has an area. `coords` may be pixels or bins."""
-    if not encloses_something(kind, coords):
-        return False
-    if kind == "bbox_2d":
-        return True
-    # The import loads shapely, which boxes do not need.
-    from learner.tasks.detection.geometry import area
-
-    return area(DetectionObject(desc="", kind=kind, bins=tuple(coords))) > 0  # type: ignore[arg-type]
-
-
-def within(kind: GeometryKind, coords: Sequence[float], bounds: Rect) -> list[float]:
-    """Return the part inside `bounds`; [] if nothing is inside. If a polygon has several parts inside, return the
-    largest one."""
-    cut = [min(max(value, float(bounds[i % 2])), float(bounds[2 + i % 2])) for i, value in enumerate(coords)]
-    if kind == "bbox_2d" or cut == list(coords):
-        return cut if encloses_something(kind, cut) else []
-    import shapely
-
-    outline = shapely.make_valid(shapely.Polygon(list(zip(coords[0::2], coords[1::2], strict=True))))
-    return ring_of(shapely.intersection(outline, shapely.box(*bounds)))
-
-
-def ring_of(shape: BaseGeometry) -> list[float]:
-    """Return x1, y1, x2, y2, ... of the outline of a shape's largest part, without holes; [] if it has no area."""
-    import shapely
-
-    parts = shapely.get_parts(shape)
-    areas = shapely.area(parts)
-    if not len(parts) or areas.max() <= 0:
-        return []
-    # shapely repeats a ring's first point at its end.
-    ring = shapely.get_coordinates(parts[areas.argmax()].exterior)[:-1]
-    return [float(value) for point in ring for value in point]

@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from learner.data.augment import seen_as
-from learner.data.raw import rounded
 from learner.records import Sample, View
+from learner.tasks.detection.bins import rounded
 
 OVERLAP = 0.25  # fraction of a side that neighbouring tiles have in common.
 # A tile is at most so many times as long as it is wide, unless the whole photograph is less wide. Thinner tiles would

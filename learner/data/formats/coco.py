@@ -31,8 +31,8 @@ from learner.data.formats.strict import (
     plain_name,
     whole,
 )
-from learner.data.raw import ring_of
 from learner.records import GeometryKind, Place, RawObject, RawRecord, Size
+from learner.tasks.detection.bins import ring_of
 from shared.reading import as_here, is_file, json_bytes_in, json_in, json_of
 
 if TYPE_CHECKING:
