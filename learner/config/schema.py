@@ -8,7 +8,7 @@ docs` writes CONFIG.md and config.schema.json from the models and from the rules
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from learner.config.modes import Rule
 from learner.config.sections import (
@@ -28,7 +28,6 @@ from learner.config.sections import (
     training,
     vllm,
 )
-from learner.config.sections.custom import CustomConfig
 from learner.config.sections.data import DataConfig
 from learner.config.sections.grpo import GrpoConfig
 from learner.config.sections.labels import LabelsConfig
@@ -42,6 +41,24 @@ from learner.config.sections.stage2_ab import Stage2Config
 from learner.config.sections.task import TaskConfig
 from learner.config.sections.training import TrainingConfig
 from shared.config.model import Section, key
+
+
+class ExtraConfig(Section):
+    """Extensions."""
+
+    rollout_matching: RolloutMatchingConfig = key("rollouts", RolloutMatchingConfig(), req="R02")
+
+
+class CustomConfig(Section):
+    """How the model is trained, and how rollouts are made. A plain supervised training has no such keys."""
+
+    trainer_variant: Literal["sft", "rollout_matching_sft", "stage2_ab_training", "grpo"] = key(
+        "`sft`: teacher forcing on ground truth; `rollout_matching_sft`: learning from matched rollouts; "
+        "`stage2_ab_training`: a schedule of both, channel A and channel B; `grpo`: policy gradients on rewards of "
+        "rollouts",
+        req="R01",
+    )
+    extra: ExtraConfig = key("extensions", ExtraConfig())
 
 
 class RunConfig(Section):
