@@ -13,7 +13,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from pydantic import AliasChoices, Field, TypeAdapter
 
 from learner.config.schema import RunConfig
 from learner.journal.retained import RETAIN
@@ -61,7 +63,9 @@ class StageResult:
     before: Mapping[str, float]  # metrics of the first evaluation, on validation
     after: Mapping[str, float]  # metrics of the best evaluation, on validation
     metric: str  # name of the metric that decides which weights are best
-    cannot_complete: bool = False  # labels are missing, and the model with which the stage began could add none
+    # Labels are missing, and the model with which the stage began could add none. Earlier versions of the
+    # project wrote the key `invents`.
+    cannot_complete: Annotated[bool, Field(validation_alias=AliasChoices("cannot_complete", "invents"))] = False
 
     @property
     def gained(self) -> list[str]:
@@ -156,6 +160,11 @@ class Record:
         write_atomically(root / RECIPE, json.dumps(asdict(self) | {"stages": stages}, indent=1) + "\n")
 
 
+_RECORD: TypeAdapter[Record] = TypeAdapter(Record)
+_HEADROOM: TypeAdapter[dict[str, FeatureEstimate]] = TypeAdapter(dict[str, FeatureEstimate])
+_ESTIMATE: TypeAdapter[CompletionEstimate] = TypeAdapter(CompletionEstimate)
+
+
 def read_record(root: Path) -> Record | None:
     """Return the record in `recipe.json` of the folder `root`; None if no recipe was begun there. Raises
     CheckpointError if the file is damaged."""
@@ -163,14 +172,8 @@ def read_record(root: Path) -> Record | None:
     if not path.is_file():
         return None
     try:
-        content: dict[str, Any] = dict(json_in(path))
-        known = StageResult.__dataclass_fields__
-        was = {"invents": "cannot_complete"}  # earlier versions of the project wrote the key `invents`
-        every = [{was.get(key, key): value for key, value in stage.items()} for stage in content["stages"]]
-        stages = [StageResult(**{key: stage[key] for key in known if key in stage}) for stage in every]
-        headroom = {name: FeatureEstimate(**one) for name, one in content["headroom"].items()}
-        return Record(**content | {"stages": tuple(stages), "headroom": headroom})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return _RECORD.validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             "the recipe's record can't be read",
             found=f"{path}: {type(error).__name__}: {error}",
@@ -234,7 +237,7 @@ def _labels(run_dir: Path) -> dict[str, Any]:
     completed = found["min_votes"] is not None and bool(found["added"])
     # The recipe's rules ask whether the model with which the stage began can complete labels. The model with which the
     # stage began made the first completion.
-    cannot = CompletionEstimate.of_json(json_in(files[0])["estimate"]).cannot_complete
+    cannot = _ESTIMATE.validate_python(json_in(files[0])["estimate"]).cannot_complete
     return {"labels": found["text"], "completed": completed, "cannot_complete": cannot and not completed}
 
 
@@ -243,8 +246,8 @@ def read_headroom(run_dir: Path) -> dict[str, FeatureEstimate]:
     measured these values before its first step. Raises CheckpointError if the file cannot be read."""
     path = run_dir / HEADROOM
     try:
-        return {name: FeatureEstimate(**one) for name, one in json_in(path).items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return _HEADROOM.validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             "the headroom that was measured can't be read",
             found=f"{path}: {type(error).__name__}: {error}",

@@ -38,7 +38,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,14 +157,6 @@ class CompletionEstimate:
         # A sign that labels are not missing at random shows gaps, even if the estimate finds few missing labels.
         gaps = bool(self.not_random) or (self.missing or 0.0) > MISSING
         return gaps and self.min_votes is None and not self.may_be_complete
-
-    @classmethod
-    def of_json(cls, found: Mapping[str, Any]) -> CompletionEstimate:
-        """Return the estimate that `to_json` wrote. Raises TypeError if `found` is something else."""
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
-        }
-        return cls(**fields)
 
     def free_right(self, min_votes: int = 1) -> float:
         """Return the estimated fraction of right ones among the free clusters (they overlap no label) with at least

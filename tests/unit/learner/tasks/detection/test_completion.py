@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from learner.records import DetectionObject, Sample
 from learner.tasks.detection.agreement import cluster_objects
@@ -236,6 +237,6 @@ def test_the_share_of_right_clusters_is_of_those_with_enough_votes() -> None:
     known = CompletionEstimate(
         min_votes=2, why="", missing=0.3, recall=(), precision=(0.1, 0.5, 0.9), free=(100, 10, 30)
     )
-    assert CompletionEstimate.of_json(json.loads(json.dumps(known.to_json()))) == known
+    assert TypeAdapter(CompletionEstimate).validate_json(json.dumps(known.to_json())) == known
     assert known.free_right(2) == (10 * 0.5 + 30 * 0.9) / 40
     assert known.free_right() == pytest.approx((10 + 5 + 27) / 140)
