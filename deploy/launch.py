@@ -200,8 +200,8 @@ def start_server(
 
 
 def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequence[Process] = ()) -> float:
-    """Wait until `server` itself, not another one at the same address, answers `/ready/` with 200. Return the seconds
-    that the wait took. The servers `beside` must not end meanwhile.
+    """Wait until `server` itself, not another server at the same address, answers `/ready/` with 200. Return the
+    seconds that the wait took. The servers `beside` must not end meanwhile.
 
     Raises ServerError, which shows the end of the log, if one of these servers ends first. Raises DeadlineError after
     `timeout_s`.
@@ -211,11 +211,11 @@ def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequenc
         while True:
             # A server that ends before the learner has started would only fail again, so it is not restarted.
             check_alive([server, *beside])
-            # An older server at this port would answer at once, so the answer must name this start.
+            # An older server at this port would answer at once, so the answer must have the id of this start.
             if not (said := look(client, base_url, server.server_id)):
                 return time.monotonic() - started
-            # The time is checked after `look`. If it were checked before, a launcher that was paused for long would
-            # raise an error for a server that has become ready meanwhile.
+            # The time is checked after `look`. If the time were checked before `look`, a launcher that was paused for
+            # long would raise an error for a server that has become ready meanwhile.
             if not retry.wait():
                 break
     raise DeadlineError(
@@ -277,8 +277,8 @@ class Server:
         say(f"{self._name} at {self.url}, devices {entry.devices or 'any'}, log {self._log}")
 
     def look(self, client: httpx.Client, ready_timeout_s: float) -> None:
-        """Check the server once. If the pause before its restart is over, restart it. If it is ready again, print that.
-        If it has ended, plan its next restart, unless it has none left."""
+        """Check the server once. If the pause before its restart is over, restart it. Print when the server is ready
+        again. If it has ended, plan its next restart, unless it has none left."""
         now = awake_s()
         if self.given_up:
             return

@@ -59,8 +59,8 @@ class LearnerLaunch(Section):
 
     def torchrun(self, config: str, *, endpoint: str = "", run_id: str = "", here: str = "") -> list[str]:
         """Return Python's arguments (after `-m`) that start this machine's ranks with the file `config`:
-        `deploy.torchrun` on one machine; on several torch's own torchrun, whose ranks meet at `endpoint`. `here`: the
-        address of this machine for the others, if not that of its name."""
+        `deploy.torchrun` on one machine; on several torch's own torchrun, whose ranks meet at `endpoint`. `here`: this
+        machine's address for the other machines; by default the address of its host name."""
         restarts = f"--max-restarts={self.max_restarts}"
         program = ["-m", "learner", "--config", config]
         if self.nodes == 1:

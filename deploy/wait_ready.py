@@ -72,7 +72,7 @@ def server_urls(config_path: str) -> list[str]:
 def wait_all_ready(urls: Sequence[str], timeout_s: float) -> float:
     """Wait until each server has answered `/ready/` with 200 once, and return the seconds it took.
 
-    Raises DeadlineError, which names the servers without such an answer.
+    Raises DeadlineError, which names the servers that were not ready.
     """
     started, retry = time.monotonic(), Retry(timeout_s, POLL_S)
     last = dict.fromkeys(urls, "nothing yet")

@@ -341,7 +341,7 @@ class SyncReceipt:
     merge_gap: float = 0.0
     pause_s: float = 0.0  # longest time that a server generated nothing and accepted no call; 0: not measured
     fallback: str = ""  # why full syncs replace adapter syncs from this sync on; else empty
-    repeated: tuple[str, ...] = ()  # the error of each failed try before this one.
+    repeated: tuple[str, ...] = ()  # the error of each failed try before this sync.
     # Seconds on the host for each part of the sync; empty: not measured.
     parts: Mapping[str, float] = field(default_factory=dict)
 

@@ -4,8 +4,8 @@ One optimizer step: sync if the step's rollouts need newer weights, learn each m
 gradients over ranks once, clip, update, count the step. Rows come from the step source (`learner.steps.source`). If the
 source allows it, a sync that must wait for rollouts in flight runs between two rows. The step's loss is the weighted
 mean over all supervised tokens of the step on all ranks, so packing and the number of ranks do not change the gradient.
-An epoch's last step may have fewer samples than other steps. The gradient and the learning rate of such a short step
-are multiplied by (its number of samples / a whole step's number).
+An epoch's last step may have fewer samples than other steps. The gradient and the learning rate of a short step are
+multiplied by (its number of samples / a whole step's number).
 
 Invariants: rollouts and evaluations run on weights that were synced after the last update (R10). Rollouts that run
 ahead of learning use the weights of the last sync instead. Every rank runs the same number of forward/backward passes
@@ -305,7 +305,8 @@ class Trainer:
             return
         began_s = time.monotonic()
         own, metrics = self.evaluations.evaluate(step)
-        # The time limit reserves time for the last evaluation, which is expected to take as long as this one.
+        # The time limit reserves time for the last evaluation, which is expected to take as long as the present
+        # evaluation.
         self.time_limit.evaluated(time.monotonic() - began_s)
         verdict = self.best.add(step, own)
         # The evaluation before the first step needs no checkpoint: model.path has its weights.
@@ -317,8 +318,8 @@ class Trainer:
         self.callbacks.evaluation(step, metrics)
 
     def keep_best(self, *, is_due: bool) -> None:
-        """Save the present weights as the best ones. The previous best checkpoint is removed if it was saved only for
-        being the best. `is_due`: this step has a checkpoint anyway."""
+        """Save the present weights as the best weights. The previous best checkpoint is removed if it was saved only
+        for being the best. `is_due`: this step has a checkpoint anyway."""
         path, before = self.save(), self._best_alone
         # The link is changed before the old checkpoint is removed, so it never points to a missing folder.
         self.best.link(path)

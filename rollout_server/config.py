@@ -185,7 +185,7 @@ class ServerConfig(Section):
         return self.base_url_for({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host))
 
     def base_url_for(self, host: str) -> str:
-        """Return the URL of the endpoints for a machine that reaches this one at `host`."""
+        """Return the URL of the endpoints for a machine that reaches this machine at `host`."""
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}{self.url_prefix}"
 
     @property

@@ -4,8 +4,9 @@ uvicorn's own connections wait for their callers for ever. A few hundred such ca
 not even `/health/` answers.
 
 Invariants:
-- at most `max_connections` + SPARE connections are open. A further connection closes the one that has waited longest
-  for its caller's next request. At most `max_connections` calls run (`BodyLimit`), so probes can always connect;
+- at most `max_connections` + SPARE connections are open. A further connection closes the connection that has waited
+  longest for its caller's next request. At most `max_connections` calls run (`BodyLimit`), so probes can always
+  connect;
 - connections leave RESERVED_FILES of the process's open files to the rest of the server;
 - a request's headers arrive within HEADER_S of the connection, or of the first byte of a later request;
 - a connection keeps at most about MAX_HEADER_BYTES of headers and of other bytes outside a body;

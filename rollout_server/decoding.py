@@ -1,8 +1,8 @@
 """Decodes images in separate processes, which can be killed (R16).
 
 Decoding runs C code on untrusted bytes: it may take minutes, or crash its process. In: image strings. Out: decoded
-images. `python -m rollout_server.decoding FD MAX_PIXELS` starts a decoding process. The process has neither the token
-nor the engine, and its memory is limited.
+images. `python -m rollout_server.decoding FD MAX_PIXELS` starts a decoding process. A decoding process has neither the
+token nor the engine, and its memory is limited.
 
 Invariants:
 - a request is decoded only if the sum of pixels times scans over its images is at most MOST_COST;

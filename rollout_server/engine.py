@@ -191,7 +191,7 @@ class VllmEngine:
     async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> list[Generation]:
         """Return `config.n` responses, the first one seeded with `seed`. Raises MediaError, RequestError,
         PromptTooLongError, ServerError, NotFiniteError."""
-        # `max_tokens` null asks for as many tokens as fit, and at least one must fit.
+        # `max_tokens` null asks for all tokens that fit; at least one must fit.
         num_new = config.max_tokens or 1
         seeds = [None if seed is None else offset_seed(seed, j) for j in range(config.n)]
         async with self._rendered(request) as prompt:

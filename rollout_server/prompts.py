@@ -96,8 +96,8 @@ class Renderer:
         return text
 
     def check_template_kwargs(self, kwargs: Mapping[str, object]) -> None:
-        """Raises RequestError for names that are arguments of the rendering function instead of template variables:
-        such an argument could replace the template."""
+        """Raises RequestError for names that are arguments of the rendering function instead of template variables: an
+        argument could replace the template."""
         arguments = sorted(self._template_arguments & kwargs.keys())
         if arguments:
             raise RequestError(

@@ -244,7 +244,7 @@ class RolloutService:
     ) -> bytes:
         async def compute() -> bytes:
             generations = await self._checked(self.engine.generate(request, config, seed))
-            # Another call may have found the weights wrong while this one ran.
+            # Another call may have found the weights wrong while this call ran.
             self.gate.check_sound()
             self.metrics.prompt_tokens.inc(len(generations[0].prompt_token_ids))
             self.metrics.response_tokens.inc(sum(len(one.response_token_ids) for one in generations))

@@ -219,7 +219,8 @@ class Receiving:
             if not operation.done(max(0.0, until - time.monotonic())):
                 return WorkerReply(done=False)
             self._incoming.popleft()
-            # The next receive is started first, so that the next bucket arrives while this one is checked and loaded.
+            # The next receive is started first, so that the next bucket arrives while the present bucket is checked and
+            # loaded.
             self._receive()
             self._check_seal(buffer)
             self._seals.update(bytes(buffer[-SEAL_BYTES:].tolist()))

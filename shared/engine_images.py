@@ -4,7 +4,7 @@ In: vLLM's renderer, and prompts. Out: `ProcessedImages` (digests and some value
 for the server's engine, `EngineImages.looking` for the learner's engine.
 
 Invariants: the engine's input stays the same. Digests are made once per image, on threads, during the generation. vLLM
-drops a processed image once it has been sent to the engine, and keeps only its hash. If such an image has no digest
+drops a processed image once it has been sent to the engine, and keeps only its hash. If a dropped image has no digest
 yet, it is processed once more, outside of vLLM's cache.
 """
 

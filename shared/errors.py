@@ -49,7 +49,7 @@ from shared.masking import masked
 
 def _shown(text: str) -> str:
     """Return a text without secrets, with escapes for bytes that are not UTF-8."""
-    # Bytes that are not UTF-8, as in a file's name, could be neither printed nor logged.
+    # Bytes that are not UTF-8, as in a file's name, cannot be printed or logged.
     return masked(text.encode(errors="backslashreplace").decode())
 
 

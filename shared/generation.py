@@ -156,8 +156,8 @@ def limit_pixels(
             wanted="min_pixels <= max_pixels",
             remedy="correct one of them",
         )
-    # In spite of their names, the "edges" in `size` are numbers of pixels. If only one limit is given, the other is
-    # adjusted.
+    # In spite of their names, the "edges" in `size` are numbers of pixels. If only one limit is given, the other limit
+    # is adjusted.
     own = images.size
     least = min_pixels or min(own["shortest_edge"], max_pixels or own["shortest_edge"])
     size = {"shortest_edge": least, "longest_edge": max_pixels or max(own["longest_edge"], least)}

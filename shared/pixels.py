@@ -30,7 +30,7 @@ TOLERANCE = 0.02  # max difference of normalized values: two or three of 256 lev
 LEVELS_TOLERANCE = 2.0
 # The stride is a prime, so that the sampled values cover all channels and all positions within a patch.
 _STRIDE = 7919
-# Number of patches converted at a time. With at most so many patches, temporary values stay in the processor's cache.
+# Number of patches converted at a time. With few patches at a time, temporary values stay in the processor's cache.
 _ROWS = 512
 _SETTINGS = (
     "size",

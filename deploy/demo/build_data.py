@@ -42,7 +42,7 @@ class Build:
     test: int
     style: StyleName = "demo"
     annotation_dropout: float = 0.0  # probability that an object has no label
-    annotation_cap: int | None = None  # max labels of a scene; the first ones in reading order are kept
+    annotation_cap: int | None = None  # max labels of a scene; the first labels in reading order are kept
     annotation_cap_share: float = 1.0  # fraction of the scenes to which the cap applies, chosen at random
     seed: int = 0
 
@@ -60,7 +60,7 @@ def build(request: Build, out: Path, *, workers: int = 1) -> bool:
     stamp_file = out / STAMP
     if stamp_file.is_file() and json.loads(stamp_file.read_text()) == request.stamp():
         return False
-    # The stamp is removed first and written last. So an interrupted build never looks complete.
+    # The stamp is removed first and written last. So the folder of an interrupted build has no stamp.
     stamp_file.unlink(missing_ok=True)
     for split in SPLITS:
         (out / "images" / split).mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,8 @@
 In: the run folders of our method and of `sft`. The run of our method evaluates test scenes at its start and its end.
 The run of `sft` evaluates validation scenes during training, and test scenes at its end. Out: metrics of the base model
 and of both runs with 95% bootstrap intervals over test scenes, paired differences, every sync, and wall times. The
-metrics of `sft` are from its best step (the start is step 0), which the validation scenes choose. If this step is
-neither the start nor the last one, this module scores its checkpoint on the test scenes.
+metrics of `sft` are from its best step (the start is step 0), which the validation scenes choose. If the best step of
+`sft` is neither the start nor the last step, this module scores its checkpoint on the test scenes.
 """
 
 from __future__ import annotations

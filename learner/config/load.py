@@ -2,9 +2,9 @@
 is loaded, `write_resolved` when the run begins.
 
 `load_config` raises ConfigErrors, which lists every mistake: wrong YAML, retired keys, unknown keys, wrong types, and
-keys that contradict each other. If the run uses servers, the result has them as a list, whichever form the file uses.
-Paths in a configuration are relative to the working directory. Paths in `base:` are relative to the file that has the
-`base:`.
+keys that contradict each other. If the run uses servers, the result has a list of servers, also if the file uses the
+other form. Paths in a configuration are relative to the working directory. Paths in `base:` are relative to the file
+that has the `base:`.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Tower:
     inner: int  # values per token between a layer's up and down projections
     attention: int  # width of query, key and value together
     layer_parameters: int  # number of parameters of one layer
-    adapted: int  # inputs + outputs of a layer's linear modules; LoRA of rank r adds r times as many weights
+    adapted: int  # widths of a layer's linear modules, added up; LoRA of rank r adds r times this number
 
     @property
     def values(self) -> int:

@@ -142,7 +142,7 @@ class PromptCheck:
         self._has_told = False
 
     def __call__(self, prompt: EncodedPrompt, rollout: Rollout) -> None:
-        """Compare the prompt with the one that the rollout's engine read. Raises PromptMismatchError for other token
+        """Compare the prompt with the prompt that the rollout's engine read. Raises PromptMismatchError for other token
         ids, ServerMismatchError for other pixels."""
         sample_id = rollout.sample.sample_id
         check_prompt_prefix(prompt.token_ids, rollout.prompt_token_ids, sample_id, decode=self._decode)

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 Kind = BadKind | Literal["malformed"]
 Kept = Literal["unlabelled", "orphan_label", "keypoints", "padded_name", "rotated", "found_by_name", "other_shape"]
-EDGE_TOLERANCE = 1.0  # pixels by which rounding may push a coordinate out of the image
+EDGE_TOLERANCE = 1.0  # max pixels by which a rounded coordinate may lie outside of the image
 LARGEST = 1e9  # max absolute value of a coordinate; larger coordinates are refused
 LONGEST_SHAPE = 200  # max longer side / shorter side; the processors of Qwen-VL models refuse more
 MAX_SHOWN = 50  # max errors that are kept in full; the others are only counted

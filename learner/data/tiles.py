@@ -22,8 +22,8 @@ from learner.records import Sample, View
 from learner.tasks.detection.bins import rounded
 
 OVERLAP = 0.25  # fraction of a side that neighbouring tiles have in common.
-# A tile is at most so many times as long as it is wide, unless the whole photograph is less wide. Thinner tiles would
-# be many, and would cut most objects.
+# Max length of a tile / width of the tile, unless the whole photograph is longer in proportion. Thinner tiles would be
+# many, and would cut most objects.
 _LONGEST = 2.0
 
 

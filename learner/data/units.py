@@ -138,7 +138,7 @@ class Reach:
     largest: Size = (0, 0)  # size of the photograph with the largest area
     has_wide: bool = False  # True if some image is not square
     ends: set[tuple[float, float]] = field(default_factory=set)  # up to `_MANY` different lower right corners of boxes
-    units: set[str] = field(default_factory=set)  # units in which the numbers were read
+    units: set[str] = field(default_factory=set)  # units in which the boxes' numbers were read
 
     def add(self, coords: Sequence[float], size: Size, unit: Coordinates, sides: tuple[float, float]) -> None:
         """Count one object. `sides` are the image's sides in the unit that the object was read in."""

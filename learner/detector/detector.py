@@ -75,8 +75,8 @@ class Detector:
         **options: Any,
     ) -> None:
         """`options` are fields of `AnswerSettings`, such as `samples=4` or `backend="hf"`. Boxes with a score below
-        `conf` are left out, and so are boxes of other classes than `classes`, unless `classes` is (). A model that this
-        project did not train is asked for `classes`. `tile`: the longer side of tiles, in pixels.
+        `conf` are left out, and so are boxes of classes that are not in `classes`, unless `classes` is (). A model that
+        this project did not train is asked for `classes`. `tile`: the longer side of tiles, in pixels.
 
         Raises ConfigError."""
         self.model = path if isinstance(path, ModelFiles) else find_model(path, classes=classes)
@@ -189,8 +189,8 @@ class Detector:
         return Parts(tiles, samples)
 
     def _whole_record(self, record: Sample) -> Parts:
-        """Return a record with the model's own prompt if that prompt is for as many images, otherwise with the record's
-        own prompt."""
+        """Return a record with the model's own prompt if that prompt is for this number of images, otherwise with the
+        record's own prompt."""
         sizes = [self._images.load(source).size for source in record.images]
         messages: Sequence[Turn] = self.model.settings.messages
         try:

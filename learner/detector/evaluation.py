@@ -4,9 +4,9 @@ In: for each detector, boxes with scores by image (COCO results, or a model's ow
 threshold, AP, AP50, AUC and calibration error, each F1 and AP with an interval, and the paired difference of every two
 detectors. Boxes are compared in pixels, without rounding.
 
-The threshold is the one with the best F1@0.5 on a validation set, if its results are given. Without a validation set
-the images are split in five parts, and each part is scored at the best threshold of the other parts. So no image
-influences its own threshold.
+The threshold has the best F1@0.5 on a validation set, if its results are given. Without a validation set the images are
+split in five parts, and each part is scored at the best threshold of the other parts. So no image influences its own
+threshold.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def first_settings(folder: Path, classes: Sequence[str]) -> tuple[InferenceSetti
 
 
 class FirstReader:
-    """Reads boxes from the answers of a model that this project did not train. `unit`: the unit in which that model
+    """Reads boxes from the answers of a model that this project did not train. `unit`: the unit in which the model
     writes coordinates."""
 
     def __init__(self, folder: Path, settings: InferenceSettings, unit: Unit, pieces: TokenPieces) -> None:

@@ -4,7 +4,8 @@
 checkpoint with an adapter is merged into a folder of its own first: engines serve whole models.
 
 Anyone who can write into a model's folder may have put a `config.yaml` there. So only the prompt, the task and limits
-are taken from such a `config.yaml` (D24). Readers, imports and variables need a configuration that the user named.
+are taken from a `config.yaml` in a model's folder (D24). Readers, imports and variables need a configuration that the
+user named.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from shared.reading import json_in, lines_in
 
 LINES, REQUEST = "predictions.jsonl", "request.json"
 COCO_NAME, CSV_NAME, PAGE_NAME, PICTURES = "predictions.json", "predictions.csv", "index.html", "pictures"
-_FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")  # a cell that starts so is a formula in spreadsheets; also full-width
+_FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")  # a cell with such a first character is a formula in spreadsheets
 _COLUMNS = ("file", "image_id", "width", "height", "class", "score", "x1", "y1", "x2", "y2")
 
 

@@ -43,7 +43,7 @@ _MAX_PIXELS = 2 << 20  # in pixels: 2,048 visual tokens
 _LEAST_PIXELS = 1 << 18
 _TOKENS_PER_BOX = 40
 _LARGE_GIB = 30  # min memory of a GPU for a 4B model with LoRA and vLLM on the same GPU (bench.cards)
-_MIDDLE_GIB = 20  # min memory for such a model if it and its optimizer are in host memory while vLLM generates
+_MIDDLE_GIB = 20  # min memory for a 4B model if it and its optimizer are in host memory while vLLM generates
 _EVALUATIONS = 10  # number of evaluations in a run; a short run has fewer
 
 # A recipe ends `sft` after two evaluations without a gain, and measured runs on 32 to 256 samples were best after 8 to

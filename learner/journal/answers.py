@@ -7,7 +7,7 @@ after a step, at most every WRITE_EVERY_S.
 A target begins with the answer's first tokens (the prefix), and goes on with tokens that the answer should have had
 (the tail). Each token of the answer has one kind: `kept` (in the prefix), `matched` (in the prefix, and a label is
 learned there), `dropped` (with a reason), or `cut` (after the prefix). After the answer's tokens come the tail's
-tokens. Their kind is `appended`, or `unlearned` if they have no loss.
+tokens. The kind of a tail's token is `appended`, or `unlearned` if it has no loss.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Console:
         usual = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "parse_rate", "duplicate_rate", "reward")
         shown = [name for name in usual if name in metrics] if "f1@0.5" in metrics else list(metrics)[:6]
         texts = [f"{name} {metrics[name]:.3f}" for name in shown]
-        # If labels have gaps, runs are compared by this score, so it comes first.
+        # If labels have gaps, runs are compared by this score, so the estimate comes first in the line.
         if ESTIMATED in metrics:
             low, high = (metrics[ESTIMATED.replace("@", f"_{end}@")] for end in ("low", "high"))
             texts.insert(0, f"{ESTIMATED} {metrics[ESTIMATED]:.3f} ({low:.3f} to {high:.3f})")

@@ -55,8 +55,8 @@ class Journal:
         self.log.write("begin", {"global_step": step, "total_steps": total_steps})
 
     def end(self, how: Ending, because: str, *, step: int) -> None:
-        """Write how the run ended. If that fails, no error is raised."""
-        # An error here would hide the one that ended the run.
+        """Write how the run ended. If the write fails, no error is raised."""
+        # An error here would hide the error that ended the run.
         with suppress(OutputError):
             self.log.write("end", {"global_step": step, "how": how, "because": because})
 

@@ -189,7 +189,8 @@ class Timeline:
         self._add(Activity(self._lane, name, begin_s, end_s))
 
     def call(self, record: RolloutCallLog) -> None:
-        """Add spans for a rollout call that has ended: one of this rank, and one for each call to a server."""
+        """Add spans for a rollout call that has ended: one span of this rank, and one span for each call to a
+        server."""
         if not record.began_at:
             return
         begin, end = record.began_at, record.began_at + record.seconds

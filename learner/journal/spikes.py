@@ -22,7 +22,7 @@ from learner.tasks.detection.task import object_json
 # The constants below were tested in a run of 40 steps, one with a wrongly labelled sample: only this step was reported.
 # Max and min number of earlier steps with which a step is compared. With fewer earlier steps there are no spikes.
 WINDOW, FEWEST = 40, 8
-DISTANCE = 8.0  # a spike is above the median by so many times the median distance from it (5.4 sigma of a Gaussian)
+DISTANCE = 8.0  # min distance of a spike from the median, in median distances (8 are 5.4 sigma of a Gaussian)
 FACTOR = 1.5  # a spike is also above the median times this factor
 MAX_SAMPLES = 8  # max samples that are written for a spike
 METRICS = ("loss", "grad_norm")

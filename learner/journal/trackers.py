@@ -160,7 +160,8 @@ class Wandb(Tracker):
 
 
 class MLflow(Tracker):
-    """MLflow on the server in MLFLOW_TRACKING_URI. If that is not set, MLflow stores files in `directory/mlruns`."""
+    """MLflow on the server in MLFLOW_TRACKING_URI. Without MLFLOW_TRACKING_URI, MLflow stores files in
+    `directory/mlruns`."""
 
     def __init__(self, place: TrackerPlace) -> None:
         uri = None

@@ -80,7 +80,7 @@ def annotations_of(
     model: ModelFiles, annotations: str, *, image_root: str | None = None, named: bool = False
 ) -> DataConfig:
     """Return the settings for reading `annotations`. If the user named the run's configuration (`named`), the run's
-    settings are returned. Without such a configuration, boxes that extend beyond their images are clipped."""
+    settings are returned. If the user named no configuration, boxes that extend beyond their images are clipped."""
     from learner.detector.command import reading
 
     data, _ = reading(model, [annotations], named=named)

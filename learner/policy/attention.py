@@ -160,8 +160,8 @@ class _Kept(Protocol):
 
 
 class Repeated(torch.autograd.Function):
-    """Returns the rows `x[index]` of a tensor `x` [T, H, D], where a row may be taken several times. The gradients of
-    such a row are added in float32."""
+    """Returns the rows `x[index]` of a tensor `x` [T, H, D], where a row may be taken several times. The gradients of a
+    repeated row are added in float32."""
 
     @staticmethod
     def forward(ctx: _Kept, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -219,8 +219,8 @@ class RepeatedLogprobs:
         # A graph would read the tensors at their old addresses.
         if self._graph is None or has_moved:
             if not is_first:
-                # From now on every call runs the pass. The graph is dropped, because it would keep its memory to the
-                # end of the run.
+                # After a failed capture every call runs the pass. The graph is dropped, because it would keep its
+                # memory to the end of the run.
                 self._record = self._graph = None
             return self._pass()
         # Only the graph runs on the side stream, because it has memory of its own. Memory that other work allocated on

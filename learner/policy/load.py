@@ -79,7 +79,7 @@ def _linear_patch(conv: torch.nn.Conv3d, patches: torch.Tensor) -> torch.Tensor:
     return F.linear(patches.flatten(1), conv.weight.flatten(1), conv.bias)[..., None, None, None]
 
 
-# If a model's configuration has one of these keys, its logits are not just head(hidden).
+# If a model's configuration has one of these keys, its logits are not simply head(hidden).
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
 
@@ -342,7 +342,7 @@ def load_policy(
     lora.freeze(model, config.freeze)
     if config.gradient_checkpointing:
         # Reentrant checkpointing would lose the gradients of a layer whose input has no gradient. With adapters, the
-        # first layer is such a layer.
+        # first layer's input has no gradient.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sharded = shard(model, shard_over) if shard_over else None
     if sharded is None:

@@ -3,7 +3,7 @@
 In: a pass, and the weights that it reads. Out: a `PassGraph`, whose call repeats the pass with the present weights.
 Repeating the pass takes the host a millisecond, without a wait for the device.
 
-A model for images reads image sizes on the host, and copies tables to the device. Neither reading nor copying can be
+A model for images reads image sizes on the host, and copies tables to the device. Such reads and copies cannot be
 captured. The values that are read or copied are the same in every pass, because the inputs are the same. Only values
 that depend on weights change. So one pass is recorded in `Notes`: the values read, the values copied, and which tensors
 depend on weights. The captured pass gets the recorded values instead of reading and copying.
@@ -159,7 +159,7 @@ class Notes:
         self._next = 0
         with _watched(self._repeat_factory, self._repeat_operation):
             yield
-        # With fewer reads, the pass took another path. The graph must not repeat such a pass.
+        # With fewer reads, the pass took another path. The graph must not repeat a pass that took another path.
         if self._next != len(self._values):
             raise OtherPassError(f"{self._next} values were read, {len(self._values)} in the pass before")
 

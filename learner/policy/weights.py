@@ -51,8 +51,8 @@ class CheckpointWeights:
         self._merges: dict[str, Callable[[torch.dtype, torch.device | None], torch.Tensor]] = {}
         shapes = self._shapes(None)
         stored = revert_weight_conversion(model, dict(shapes))
-        # `_stored_as_is` is False if the checkpoint splits or fuses some of the model's tensors. If it is False, all
-        # tensors are needed at once to make the checkpoint's tensors.
+        # `_stored_as_is` is False if the checkpoint splits or fuses some of the model's tensors. If the tensors are not
+        # stored as they are, all of them are needed at once to make the checkpoint's tensors.
         self._stored_as_is = stored.keys() == shapes.keys() and all(stored[n] is t for n, t in shapes.items())
         if not self._stored_as_is and any(map(is_part, self._own.values())):
             raise ConfigError(

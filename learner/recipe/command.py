@@ -348,8 +348,8 @@ class Recipe:
         """Run the stage `name` with the configuration `values`, and return its exit code. If the stage has ended,
         add its result to the record and link `best` to the best weights. `why`: the reason to run the stage.
         `earlier_s`: seconds that the stage has run before this command."""
-        # All stages choose their best weights by the metric of the first stage. If this metric is the estimate, `auto`
-        # chooses it again by itself.
+        # All stages choose their best weights by the metric of the first stage. If the first stage chose the estimate,
+        # `auto` chooses the estimate again.
         if self.record.metric != ESTIMATED:
             values["training"]["keep_best"] = self.record.metric
         path = self.root / f"{name}.yaml"

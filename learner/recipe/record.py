@@ -108,7 +108,7 @@ class Record:
         return next((stage for stage in self.stages if stage.name == name), None)
 
     def with_stage(self, stage: StageResult) -> Self:
-        """Return the record with `stage` added. The stage's weights become the best ones if its score is higher than
+        """Return the record with `stage` added. The stage's weights become the best weights if its score is higher than
         the best score so far."""
         best_of, score = self.best_of, stage.score_before if self.best_score is None else self.best_score
         if stage.score > score:

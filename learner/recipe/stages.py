@@ -22,7 +22,7 @@ from shared.config.model import ConfigErrors, Mistake, shown
 
 SFT, GRPO, MATCHING = "sft", "grpo", "rollout_matching_sft"
 EVAL_STEPS = 8  # steps between two evaluations, unless the user's configuration sets them.
-# A stage ends after so many evaluations in a row without a better score. In 38 of 39 measured runs of sft, a patience
+# A stage ends after PATIENCE evaluations in a row without a better score. In 38 of 39 measured runs of sft, a patience
 # of 2 chooses the same step as a patience of 3, in the other run a better step (bench/README.md). Stages that learn
 # rollouts have noisier scores.
 PATIENCE: Mapping[str, int] = {SFT: 2, GRPO: 3, MATCHING: 3}

@@ -274,7 +274,7 @@ def standing(run: RunRecord, now: float) -> Standing:
 
 def left(run: RunRecord, now: float) -> list[str]:
     """Return as a text how long the run will still take: until its minutes are over, or until its last step. Each step
-    is expected to take as long as the last ones. [] if that is not known."""
+    is expected to take as long as the last steps. [] if the time is not known."""
     status, done = run.status, run.steps[-1].global_step if run.steps else 0
     if math.isfinite(status.time_up_s):
         return [f"{duration(max(0.0, status.time_up_s - now))} left"]

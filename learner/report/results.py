@@ -404,7 +404,7 @@ def matrix_of(scenes: Sequence[Scene], source: str) -> ConfusionMatrix | None:
 def _kind(truth: str | None, said: str | None, rare: str | None) -> str:
     """Return the kind of a confusion matrix's cell, which decides its color: `right`, `wrong` or empty."""
     if truth == said:
-        # Rare names share one row and one column, so such a cell may be right or wrong.
+        # Rare names share one row and one column, so their common cell may be right or wrong.
         return "" if truth in (None, rare) else "right"
     return "wrong"
 

@@ -35,7 +35,7 @@ class AnswerPanel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRow:
-    """One group of answers to a scene, as the page shows it. `panels`: its answers, the one with the highest reward
+    """One group of answers to a scene, as the page shows it. `panels`: its answers, sorted by reward, the highest
     first."""
 
     global_step: int
@@ -127,7 +127,7 @@ def _steps(groups: Sequence[GroupStep]) -> str:
 
 
 def _groups(run: RunRecord) -> list[GroupRow]:
-    """Return up to MAX_GROUPS of the recorded groups: the first, the last, and evenly spaced ones between them."""
+    """Return up to MAX_GROUPS of the recorded groups: the first, the last, and evenly spaced groups between them."""
     recorded = [step for step in run.groups if step.answers]
     count = min(MAX_GROUPS, len(recorded))
     places = sorted({round(i * (len(recorded) - 1) / max(1, count - 1)) for i in range(count)})

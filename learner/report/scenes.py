@@ -62,8 +62,8 @@ _OF_REGIONS = ("region", "ignored")  # entries of the legend that are shown only
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """An image as a data URI. `small`: True if the sides have at most SMALL_SIDE pixels. Browsers enlarge such a
-    picture without smoothing."""
+    """An image as a data URI. `small`: True if the sides have at most SMALL_SIDE pixels. Browsers enlarge small
+    pictures without smoothing."""
 
     uri: str
     small: bool

@@ -258,8 +258,8 @@ def _apart(points: Sequence[EvalPoint], others: Sequence[EvalPoint]) -> bool:
 
 
 def f1_of(point: EvalPoint) -> F1Estimate | None:
-    """Return the evaluation's F1@0.5, with an interval if its scenes are known. None if neither its scenes nor the
-    metric are known."""
+    """Return the evaluation's F1@0.5, with an interval if its scenes are known. None if the scenes and the metric are
+    unknown."""
     if point.scenes:
         return f1_estimate(point.scenes)
     return F1Estimate(value=point.metrics[F1]) if F1 in point.metrics else None

@@ -79,7 +79,7 @@ class RolloutBackend(Protocol):
     ) -> list[list[Rollout]]:
         """Return the rollouts of several micro-steps, made with the same weights: one list per micro-step.
 
-        Decoding follows the run's configuration, unless one of these is given. `greedy`: decode greedily.
+        Decoding follows the run's configuration, unless one of these arguments is given. `greedy`: decode greedily.
         `temperature`: sample from all tokens at this temperature.
         """
         ...

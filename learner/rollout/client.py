@@ -202,8 +202,7 @@ class ServerClient:
         Raises DeadlineError if the call takes longer than its deadline, ServerUnreachableError if `/health/` is silent
         for longer than `patience` says, ServerError if the connection broke and the server is alive, RolloutError if an
         answer is malformed or missing, ServerBusyError if the server stayed busy for `gone_s`, or became busy after
-        some answers. After such a ServerBusyError the caller need not wait: it can send the unanswered requests at
-        once.
+        some answers. If the server became busy after some answers, the caller can send the unanswered requests at once.
         """
         patience = patience or self.timeouts.patience(has_others=False)
         deadline_s = self.timeouts.infer_s or self._pace.deadline_s(call.request_config.max_tokens)

@@ -142,7 +142,7 @@ def _slots(num_requests: int, rank: int, num_ranks: int, sizes: Sequence[int]) -
 
 def _within(owned: Sequence[int], quotas: Sequence[int]) -> tuple[int, ...]:
     """Return `owned` (requests per server), changed so that no number is above its server's quota. Requests above a
-    quota go to later servers, or else to earlier ones."""
+    quota go to later servers, or else to earlier servers."""
     edges = [0, *accumulate(owned)]
     total = edges[-1]
     for i, quota in enumerate(quotas):
@@ -285,7 +285,7 @@ class Dispatcher(Generic[R]):
                 await self._changed.wait()
                 self._changed.clear()
                 for task in [task for task in self._flying if task.done()]:
-                    if task in self._flying:  # False if another call of this loop has given up its server
+                    if task in self._flying:  # False if this loop has meanwhile stopped using the call's server
                         self._land(task)
                 self._launch()
             assert not any(server.waiting for server in self._servers), "requests wait, and no server takes them"

@@ -286,8 +286,8 @@ class ServerBackend(RolloutBackend):
             yield ended
 
     def stream(self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False) -> RolloutStream:
-        """Begin the window's rollouts (see `RolloutBackend`). Ranks need not call this together, nor with the same
-        number of samples."""
+        """Begin the window's rollouts (see `RolloutBackend`). Ranks may call `stream` at different times, and with
+        different numbers of samples."""
         share = 0.0 if greedy else self._pixel_share
         return self._stream(window, self._decoding.of(greedy=greedy), global_step=global_step, share=share)
 
@@ -379,7 +379,7 @@ class ServerBackend(RolloutBackend):
         def lose(server: int, error: ProjectError) -> Sequence[int]:
             self.lose(job.members[server].base_url, error)
             sizes[server] = 0
-            if not any(sizes):  # all other servers of this job are lost already
+            if not any(sizes):  # no server of this job is left
                 raise error
             return quotas_of(server_world_sizes=sizes, **place)
 

@@ -141,8 +141,8 @@ def point_best(root: Path, target: Path) -> None:
 
 
 def only_worse(root: Path) -> str | None:
-    """If no evaluation was better than the one before the first step, return a text that says so: then there is no best
-    checkpoint. Return None if a later evaluation was better, or if the evaluations are not known."""
+    """If no evaluation was better than the evaluation before the first step (so there is no best checkpoint), return a
+    text that says so. Return None if a later evaluation was better, or if the evaluations are not known."""
     if kept(root) is not None:
         return None
     try:
@@ -154,7 +154,7 @@ def only_worse(root: Path) -> str | None:
 
 
 def kept(root: Path) -> Path | None:
-    """Return the checkpoint that the link `best` of a run points to; None without such a checkpoint."""
+    """Return the checkpoint that the link `best` of a run points to; None if there is no such link or checkpoint."""
     link = root / BEST_LINK
     return link.resolve() if link.is_dir() else None
 

@@ -164,7 +164,7 @@ class CheckpointStore:
                 with self.held_off():
                     self._write(self.path_of(content.state), policy, content)
             except Exception as error:
-                # If it cannot write, the tokenizers library raises a plain Exception.
+                # The tokenizers library raises a plain Exception if it cannot write.
                 if not isinstance(error, OSError | SafetensorError) and type(error) is not Exception:
                     raise
                 return f"{type(error).__name__}: {error}"

@@ -100,7 +100,7 @@ def gloo_interface(environment: Mapping[str, str]) -> str | None:
 
 def _address_towards(host: str, port: int) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """Return this machine's address on the route to `host`. None if the name or the route is unknown; torch raises an
-    error for that later."""
+    error later."""
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -77,7 +77,7 @@ def torchrun_agent(environment: Mapping[str, str]) -> str | None:
     """Return a name for the torchrun process that started this rank; None without torchrun. If torchrun restarts its
     ranks, the name is the same. Each new torchrun process has another name.
 
-    A scheduler that may start a whole job again sets ROLLOUT_JOB to the job's id. All starts of such a job get the same
+    A scheduler that may start a whole job again sets ROLLOUT_JOB to the job's id. All starts of one job get the same
     name, and are one run.
 
     The name has torchrun's run id, and its process's id and start.

@@ -85,7 +85,7 @@ class Sizes:
     @classmethod
     def of(cls, *, samples_per_pack: int, packs_per_step: int, capacity: int) -> Sizes:
         """Return the sizes. A call has as many whole packs as the servers decode at once (`capacity` samples), or a
-        quarter of a step's packs, whichever is more. A call has at most one step's packs, because a sync waits for the
+        quarter of a step's packs if that is more. A call has at most one step's packs, because a sync waits for the
         call in flight. The calls of a step have about equally many samples. If the queue has less room, `ShareQueue`
         makes a call shorter."""
         # When each call made only one pack, servers decoded 8 samples at once instead of 64, and 12 of 16 steps found
@@ -329,7 +329,7 @@ class Stage2Ahead(Stage2Steps):
     # ---- rows ------------------------------------------------------------------------------------------------------
 
     def _next_batch(self) -> MicroBatch:
-        """Return the samples that Channel-A learns in this step. Also start to encode the samples that Channel-A will
+        """Return the samples that Channel-A learns in this step. Start to encode also the samples that Channel-A will
         probably learn next."""
         share, batches = self._share_of_step, self._parts.batches
         behind = [other for other in batches.left(self._epoch) if other > share][:LOOK_AHEAD]

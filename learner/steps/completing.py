@@ -1,9 +1,9 @@
 """Adds labels to a run's training samples if several of the model's own answers agree on them (`labels.complete`, R48,
 D20).
 
-In: the training samples, and a backend that has the weights of this step. Out: the same list, with more labels in it.
-Each completion writes the labels that it added to `labels/step_N.json` in the run directory. With `write`, all labels
-are also written as annotations, in the format of the annotation file.
+In: the training samples, and a backend that has the weights of this step. Out: the list of training samples, with more
+labels. Each completion writes the labels that it added to `labels/step_N.json` in the run directory. With `write`, all
+labels are also written as annotations, in the format of the annotation file.
 
 Invariants: every rank has the same labels. Annotated labels stay. Each completion starts from the annotated labels, not
 from the last completion. A step completes labels at most once. A run resumed from step n has the labels of step n, and

@@ -116,8 +116,8 @@ def fullest_with_first(lengths: Sequence[int], capacity: int, num_first: int = 1
     """Return the indices of the lengths that fill a row best: the first `num_first` lengths, and the subset of the
     others that brings the sum closest to `capacity` without exceeding it.
 
-    The result is exact: each reachable sum is a bit of one integer, so an item costs one shift. Of several choices with
-    the same sum, the one with earlier items is returned, so that old segments are learned first.
+    The result is exact: each reachable sum is a bit of one integer, so an item costs one shift. If several choices have
+    the same sum, the choice with earlier items is returned, so that old segments are learned first.
     """
     room = capacity - sum(lengths[:num_first])
     # Bits of sums that do not fit the row are dropped, so the integers stay short.

@@ -29,8 +29,8 @@ from learner.steps.source import StepSource, own_share
 # DEADLINE_KEY.
 CLOSE_S = 10.0
 DEADLINE_KEY = "training.collective_timeout_s"
-# A step takes as long as its rollouts or its learning, whichever is longer, plus one call. With four calls per step,
-# one call adds at most a quarter.
+# A step takes the longer of its rollouts and its learning, plus one call. With four calls per step, one call adds at
+# most a quarter.
 CALLS_PER_STEP = 4
 
 

@@ -50,8 +50,9 @@ class StepTotals:
         return self.counts.get("weight", 0.0)
 
     def share_of(self, shortfall: Shortfall | None) -> float:
-        """Return the factor of the step's update. An epoch's last step may have fewer samples. A short step's factor is
-        smaller in proportion, so that each sample counts as much as in other steps. The factor of other steps is 1."""
+        """Return the factor of the step's update. An epoch's last step may have fewer samples. The factor of a short
+        step is smaller in proportion, so that each sample counts as much as in other steps. The factor of other steps
+        is 1."""
         if shortfall is None:
             return 1.0
         return min(1.0, self.counts.get("segments", 0.0) / shortfall.whole)

@@ -156,7 +156,7 @@ class ReturnWatch:
         self._lock = threading.Lock()  # guards the fields that the watch changes: it runs on the loop's thread
 
     def follow(self, members: Collection[Member]) -> None:
-        """From now on poll these servers, and no others."""
+        """From now on poll exactly these servers."""
         with self._lock:
             # A server that was polled before keeps the time of its next try.
             kept = {member.base_url: self._followed.get(member.base_url, 0.0) for member in members}
@@ -212,8 +212,8 @@ class ReturnWatch:
         """Return the servers to poll now. If there are no servers to poll, the watch ends."""
         with self._lock:
             if not self._followed:
-                # The watch's future ends a moment later. If it were not set to None here, `follow` would start no new
-                # watch until then.
+                # The watch's future ends a moment later. If `_watching` were not set to None here, `follow` would start
+                # no new watch until then.
                 self._watching = None
             return tuple(self._followed)
 

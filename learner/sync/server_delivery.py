@@ -64,15 +64,15 @@ from shared.wire import Bucket, ServedWeights, ServerStatus, UpdateWeightsCall, 
 T = TypeVar("T")
 Looks = dict[str, ServerStatus | ProjectError]  # each server's status or error, by URL
 GOODBYE_S = 3.0  # max wait, after a failed sync, until the servers have confirmed that the group is closed.
-# A server that has not served yet may be slow, and a step waits for it. If such a server takes part, the limit for join
-# and update together is NEWCOMER_S seconds, or NEWCOMER_MARGIN times the last update without such a server, whichever
-# is more. The update alone may always take LEAST_S seconds.
+# A server that has not served yet may be slow, and a step waits for it. If a server that has not served yet takes part,
+# the limit for join and update together is NEWCOMER_S seconds, or NEWCOMER_MARGIN times the last update without such a
+# server, whichever is more. The update alone may always take LEAST_S seconds.
 NEWCOMER_S, NEWCOMER_MARGIN, LEAST_S = 15.0, 3.0, 1.0
 # The learner's second forward pass on the canary (fixed answers) is captured as a CUDA graph. During a capture no other
 # thread may wait for the device. So the learner makes the first two passes inside a sync, while no rollouts are made.
 CAPTURED_AFTER = 2
-# Max unfinished broadcasts when another one starts. With fewer, the network is idle at times; with more, more memory is
-# needed.
+# Max unfinished broadcasts when the next broadcast starts. With fewer, the network is idle at times; with more, more
+# memory is needed.
 SENT_AHEAD = 2
 NO_SCORES = CanaryScores(read=list, merge_gap=0.0)
 log = logging.getLogger("learner.sync")
@@ -105,8 +105,8 @@ class ServerDelivery:
         self._accused: dict[str, ProjectError] = {}  # URL of each server that made the last try fail -> its error
         self._usual_s = 0.0  # seconds of the last update without a new server
         self._newcomers = Deadline(0.0)  # one deadline for join and update together, if new servers take part
-        self._deadline = Deadline(0.0)  # deadline for reaching as many servers as this sync needs
-        self._parts: dict[str, float] = {}  # seconds that each part of this sync took
+        self._deadline = Deadline(0.0)  # deadline for reaching the number of servers that this sync needs
+        self._parts: dict[str, float] = {}  # part of this sync -> seconds that it took
         self._learner: dict[tuple[torch.dtype | None, Mode], CanaryScores] = {}  # the learner's scores in this sync.
         # Number of syncs for which the learner computed scores.
         self._num_scored: Counter[tuple[torch.dtype | None, Mode]] = Counter()
@@ -212,8 +212,8 @@ class ServerDelivery:
         return DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
 
     def _reach(self, members: Sequence[Member]) -> list[tuple[Member, ServerStatus]]:
-        """Return each member that answers and fits, with its status. Other members are left out. Raises ServerError if
-        too few are left."""
+        """Return each member that answers and fits, with its status. Members that do not answer or fit are left out.
+        Raises ServerError if too few are left."""
         # At the start all servers must answer, and all of them have just been checked.
         if not self.members.returning.fit:
             statuses = self._backend.statuses()
@@ -367,7 +367,8 @@ class ServerDelivery:
         return replies, learner, self._digest(mode, seals)
 
     def _digest(self, mode: Mode, seals: Sequence[torch.Tensor]) -> str:
-        """Return the digest that the server computes too: that of the seals, for an adapter with that of the base."""
+        """Return the digest that the server computes too: a digest of the seals; for an adapter also of the base
+        weights."""
         digest = digest_of(seals)
         if mode == "adapter":
             return hashlib.blake2b(f"{self._full_weights} {digest}".encode(), digest_size=16).hexdigest()

@@ -11,8 +11,8 @@ In: the policy's weights, its adapter if adapters are synced, and a `Delivery`: 
 An adapter sync sends the adapter alone. After a new connection or a failure a generator's weights are unknown, so the
 next adapter sync sends the model's base weights first. If an adapter sync fails, the process logs one warning, repeats
 the sync at once with all weights, and makes only full syncs from then on. With `fallback_to_full: false` the error is
-raised instead. A lost server or a broken connection does not count as such a failure while `Delivery.recover` allows
-another try. A resumed run begins with adapter syncs again.
+raised instead. A lost server or a broken connection does not count as a failed adapter sync while `Delivery.recover`
+allows another try. A resumed run begins with adapter syncs again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Delivery(Protocol):
         ServerError if too few generators are left."""
 
     def is_current(self) -> bool:
-        """Return True if the connected generators are still the ones that a sync must reach."""
+        """Return True if the connected generators are still the generators that a sync must reach."""
 
     def connect(self) -> int:
         """Connect to every generator. Return the highest version that a generator has seen."""
@@ -262,7 +262,7 @@ class Sync:
         try:
             with self._leaving_on_failure():
                 yield
-        # Other exceptions are programming errors, which a fallback would hide.
+        # Exceptions other than ProjectError are programming errors, which a fallback would hide.
         except ProjectError as error:
             if not self._fallback_to_full:
                 raise

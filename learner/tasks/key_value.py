@@ -6,9 +6,9 @@
 in the order of the training loop:
 
 1. `read_fields` reads JSONL like the project's own rows, with `fields` instead of `objects`.
-2. `parse`: strict, no repair. A pair is *valid* if key and value are JSON strings with text, and the key is new. Other
-   pairs are dropped with a reason, and reading continues after them. Reading stops at text that cannot be read as a
-   pair.
+2. `parse`: strict, no repair. A pair is *valid* if key and value are JSON strings with text, and the key is new.
+   Invalid pairs are dropped with a reason, and reading continues after them. Reading stops at text that cannot be read
+   as a pair.
 3. `match`: by key. A pair is *right* if the document has the key with exactly this value, *wrong* if the document has
    another value, and *extra* if the document does not have the key.
 4. `target`: the answer's right pairs up to the first entry that is not right, then every missing pair in the document's
@@ -255,8 +255,9 @@ def _cut(parsed: ParsedFields, kept: int) -> tuple[int, str, int]:
     """Return three values: the number of prefix tokens with the first `kept` entries, the text with which the tail
     begins, and the number of kept entries.
 
-    A token may hold a pair's end and some text after the pair. In this case the prefix ends before such a token, and
-    the tail repeats the pair's last bytes. If these bytes are not whole characters, the last pair is not kept.
+    A token may hold a pair's end and some text after the pair. If the last token is shared in this way, the prefix ends
+    before it, and the tail repeats the pair's last bytes. If these bytes are not whole characters, the last pair is not
+    kept.
     """
     text = parsed.text
     while kept:

@@ -109,8 +109,8 @@ def _splitting_tokens(added: Mapping[int, object]) -> dict[str, int]:
         str(token): token_id
         for token_id, token in added.items()
         if re.fullmatch(_ADDED_TOKEN, str(token))
-        # A token with one of these traits is left out: it is searched in normalized text, it includes neighbouring
-        # blanks, or it is found in whole words only.
+        # Added tokens are left out if they are searched in normalized text, include neighbouring blanks, or are found
+        # in whole words only.
         and not any(getattr(token, trait, True) for trait in ("normalized", "lstrip", "rstrip", "single_word"))
     }
 

@@ -174,7 +174,8 @@ def _synced_adapter(config: RunConfig, policy: Policy) -> AdapterWeights | None:
 
 def extremes(samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples with the fewest and the most pixels. If learner and server have different limits
-    (`min_pixels`, `max_pixels`), and this changes any sample's prompt, it changes the prompt of one of these two."""
+    (`min_pixels`, `max_pixels`), and the limits change any sample's prompt, they change the prompt of one of these two
+    samples."""
     pictured = [sample for sample in samples if sample.images]
     if not pictured:
         return []

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.lora.worker_manager import WorkerLoRAManager
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-_ADAPTER_ID = 1  # vLLM's number for the one adapter that is served
+_ADAPTER_ID = 1  # vLLM's number for the only served adapter
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 
 

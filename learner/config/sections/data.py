@@ -57,7 +57,8 @@ Coordinates = Unit | ResizedCopy
 
 
 class SplitConfig(Section):
-    """Annotations that differ from those of `train`. A key that is null has the value of the same key in `data`."""
+    """Annotations of a split, if they differ from the annotations of `train`. A key that is null has the value of the
+    same key in `data`."""
 
     path: str = key("annotations, as for `data.train`", min_length=1, req="R41")
     format: Format | ReaderPath | None = key(

@@ -68,7 +68,7 @@ class VllmConfig(Section):
     enforce_eager: bool = key(
         "`colocate`: no compilation and no CUDA graphs; starts sooner, decodes slower", False, req="R04"
     )
-    # vLLM's compiler takes 27 to 50 s of a start with empty caches, and 5 s with full ones.
+    # vLLM's compiler takes 27 to 50 s of a start with empty caches, and 5 s with full caches.
     compile: bool = key(
         "`colocate`: vLLM compiles its model. `false`: it has CUDA graphs for decoding only, and starts sooner, most "
         "of all where its caches are empty",

@@ -191,7 +191,7 @@ def filled(content: bytes) -> bytes:
 
 
 def _items_without_mistake(content: bytes, model: type[CocoFile]) -> tuple[CocoFile, set[str]]:
-    """Return the readable items, and the sections that have unreadable ones. Never raises."""
+    """Return the readable items, and the sections that have unreadable items. Never raises."""
     try:
         sections = json_of(content)
     except ValueError:
@@ -256,7 +256,7 @@ def _annotations_by_image(coco: CocoFile, broken: set[str], source: Source) -> M
 
 
 def _check_size(image: CocoImage, place: Place, source: Source) -> None:
-    """Report an image of which the file gives only one side."""
+    """Report an image for which the file has a width or a height, but not both."""
     sides = {"width": image.width, "height": image.height}
     missing = [name for name, side in sides.items() if side is None]
     if len(missing) == 1:

@@ -50,8 +50,8 @@ def format_of(data: DataConfig, path: str) -> Format:
             remedy="correct the path under data (relative ones start at the working directory); a data set by its name "
             "on the Hugging Face hub needs data.format: datasets",
         )
-    # A file of a format that is not read is refused here. If such a file were read as a known format, every row would
-    # be a mistake.
+    # A file of a format that is not read is refused here. If a file of another format were read as a known format,
+    # every row would be a mistake.
     if data.format == "auto" and file.is_file():
         refuse_foreign(file)
     found = _detected(file) if data.format == "auto" else cast("Format", data.format)  # `format` names no reader here

@@ -115,7 +115,7 @@ def enclosing(points: Sequence[float]) -> tuple[float, float, float, float]:
 
 
 _UPLOADED = re.compile(r"[0-9a-f]{8}-(.+)")  # Label Studio puts eight hexadecimal digits before a name
-_BESIDE = {"annotations", "annotation", "labels", "label", "json", "ann"}  # images may be next to such a folder
+_BESIDE = {"annotations", "annotation", "labels", "label", "json", "ann"}  # images may be next to a folder of this name
 
 
 class Nearby:

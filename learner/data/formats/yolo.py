@@ -331,8 +331,8 @@ def _are_keypoints(labels: Sequence[Sequence[float]]) -> bool:
 
 
 def _is_keypoints(values: Sequence[float]) -> bool:
-    """Return True if one label is a box with keypoints, although not all labels are. An outline can look like such a
-    label by chance. So such a label must also cross itself as an outline, or have three or more visibilities."""
+    """Return True if one label is a box with keypoints, although not all labels are. An outline can look like a label
+    with keypoints by chance. So the label must also cross itself as an outline, or have three or more visibilities."""
     if _is_box_with_points(values, 3) and len(values) >= 4 + 3 * 3:
         return True
     crosses = len(values) % 2 == 0 and _crosses_itself(values)
@@ -428,8 +428,7 @@ def _of_line(line: str, place: Place, content: YoloFile, source: Source) -> RawO
 
 
 def _without_keypoints(values: list[float], line: str, place: Place, num_keypoint_values: int) -> list[float]:
-    """Return the box without the keypoints. Raises DataError if the number of keypoints is not the one in
-    `kpt_shape`."""
+    """Return the box without the keypoints. Raises DataError if the number of keypoints differs from `kpt_shape`."""
     if len(values) != 4 + num_keypoint_values:
         wanted = f"class, box and {num_keypoint_values} numbers of keypoints, as kpt_shape says"
         raise place.error("not a YOLO label with keypoints", found=f"{line:.200}", wanted=wanted)

@@ -41,7 +41,7 @@ class Cluster:
     """Objects of different answers that count as one object. `members` are sorted by answer; there is at least one
     member, and at most one per answer.
 
-    `object` has the most frequent name (of equally frequent names, the one in the first answer) and the median of the
+    `object` has the most frequent name (of equally frequent names, the first answer's name) and the median of the
     boxes. If a member is a polygon, `object` has the geometry of the member that overlaps the others most.
     """
 

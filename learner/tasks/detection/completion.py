@@ -21,13 +21,13 @@ Over all samples, let c clusters with v votes confirm labels, d clusters contrad
 
 r is the number of objects without a label per labelled object. If labels are missing at random, unlabelled objects get
 v votes as often as labelled ones, so f is r (c + d) plus the boxes that the model invents. So r is f / (c + d) over the
-clusters with the most votes. Because a few clusters may be chance, lower numbers of votes are included until `ENOUGH`
-of the clusters are near labels, but no number below about half of the answers. Invented boxes are rarer among clusters
-with more votes. So p and s do not fall with v, and they are fitted under this condition (`not_falling`). The condition
-removes most of the noise of small counts. The product p s is an upper bound, because a box that the model invents with
-many votes counts as a real object. `auto` takes the number of votes with the largest gain: the estimated number of
-right labels minus the estimated number of wrong ones. Nothing is completed if complete labels could have given the same
-clusters.
+clusters with the most votes. Because a few clusters may be chance, clusters with fewer votes are included until
+`ENOUGH` of the clusters are near labels, but no number below about half of the answers. Invented boxes are rarer among
+clusters with more votes. So p and s do not fall with v, and they are fitted under this condition (`not_falling`). The
+condition removes most of the noise of small counts. The product p s is an upper bound, because a box that the model
+invents with many votes counts as a real object. `auto` takes the number of votes with the largest gain: the estimated
+number of right labels minus the estimated number of wrong ones. Nothing is completed if complete labels could have
+given the same clusters.
 
 Invariants: labels are not changed. No two completed labels overlap, and none overlaps a label or an ignore region.
 Objects stay in canonical order. No side effects.
@@ -142,7 +142,7 @@ class CompletionEstimate:
     why: str
     missing: float | None  # fraction of the objects that have no label; None: not known
     recall: tuple[float, ...]  # fraction of the labels that are confirmed by a cluster with at least v votes
-    precision: tuple[float, ...]  # fraction of right ones among the clusters without a label that have exactly v votes
+    precision: tuple[float, ...]  # the fraction that is right of the clusters without a label with exactly v votes
     free: tuple[int, ...]  # number of clusters without a label with exactly v votes
     source: Source = "votes"
     auc: float | None = None  # AUC with which pixels separate right from wrong boxes near labels; None: not tried.
@@ -159,7 +159,7 @@ class CompletionEstimate:
         return gaps and self.min_votes is None and not self.may_be_complete
 
     def free_right(self, min_votes: int = 1) -> float:
-        """Return the estimated fraction of right ones among the free clusters (they overlap no label) with at least
+        """Return the estimated fraction that is right of the free clusters (they overlap no label) with at least
         `min_votes` votes; 0 if there are none."""
         free, precision = self.free[min_votes - 1 :], self.precision[min_votes - 1 :]
         return sum(f * p for f, p in zip(free, precision, strict=True)) / max(1, sum(free))
@@ -273,7 +273,8 @@ def not_falling(parts: Counts, wholes: Counts) -> tuple[Counts, Counts]:
 def best_threshold(free: Counts, precision: Counts) -> tuple[int | None, str]:
     """Return the min number of votes for a cluster to become a label: the number with the largest gain (right new
     labels minus wrong ones). If no choice gains labels, return None and the reason."""
-    # A cluster that is right with probability p gains p right labels and 1 - p wrong ones: 2 p - 1.
+    # A cluster that is right with probability p adds p right labels and 1 - p wrong labels on average: a gain of 2 p -
+    # 1.
     gained = (free * (2 * precision - 1))[::-1].cumsum()[::-1]
     if gained.max() <= 0:
         return None, f"at most {precision.max():.0%} of what could be completed would be right"

@@ -3,12 +3,12 @@
 In: samples, clusters of the answers to them (`completion.candidates`), and the pixels of labels and of clusters without
 a label (`appearance`). Out: a `CompletionEstimate`, and the clusters with their probabilities.
 
-Pixels give the best estimate, for any kind of gap: from them comes the probability that a box is on an object. The
-probability that a box's name is right comes from clusters at labels: the fraction of right names among clusters with as
-many votes and equal agreement. If labels are too few, or a classifier cannot separate objects from their surroundings,
-only the votes are used. Votes are misleading if labels are not missing at random, because a model that learned labels
-has learned their gaps (D22). Two signs show that labels are not missing at random. Both signs are searched among
-clusters that half of the answers have:
+Pixels give the best estimate, for any kind of gap: a classifier of pixels gives the probability that a box is on an
+object. The probability that a box's name is right comes from clusters at labels: the fraction of right names among
+clusters with the same number of votes and the same agreement. If labels are too few, or a classifier cannot separate
+objects from their surroundings, only the votes are used. Votes are misleading if labels are not missing at random,
+because a model that learned labels has learned their gaps (D22). Two signs show that labels are not missing at random.
+Both signs are searched among clusters that half of the answers have:
 
     features        a logistic regression separates clusters without a label from those with one, by border, size,
                     shape, position and class, on held-out photographs
@@ -102,8 +102,8 @@ def estimate_gaps(
 
 def right_names(samples: Sequence[Sample], found: Found, num_answers: int) -> Callable[[LabelCandidate], float]:
     """Return a function that gives the probability of a right name for a cluster whose position is right. The
-    probability is the fraction of right names among clusters at labels with as many votes. Clusters in which all
-    answers give the same name are counted separately. The probability does not fall with more votes."""
+    probability is the fraction of right names among clusters at labels with the same number of votes. Clusters in which
+    all answers give the same name are counted separately. The probability does not fall with more votes."""
     # First index: 0 for one name, 1 for several; second index: votes - 1
     right, whole = np.zeros((2, num_answers)), np.zeros((2, num_answers))
     for sample, own in zip(samples, found, strict=True):
@@ -122,7 +122,7 @@ def right_names(samples: Sequence[Sample], found: Found, num_answers: int) -> Ca
 
 def _with(found: Found, probabilities: Sequence[Sequence[float]]) -> list[list[LabelCandidate]]:
     """Return the clusters with `probabilities` set for those that overlap no label (free). Clusters that repeat another
-    one get 0."""
+    cluster get 0."""
     left = [iter(own) for own in probabilities]
     return [
         [

@@ -14,11 +14,12 @@ if its polygons have different numbers of points. All numbers of an answer are l
 hundreds.
 
 Descriptions (`loss.matched_desc_weight`). Matching uses IoU alone, so a prediction with the right box may have the
-wrong name. The prefix's text has weight 0 in the loss on Y_train, so wrong names are corrected only with this key. The
-rule for numbers also holds for names: tokens are their own labels up to the first difference, where the label is the
-true token. Later tokens of the name are masked. A token that holds any byte of the description belongs to it. If the
-true description is longer, the first difference may be at the token after the description. The tokenizer may split the
-description's text into other tokens than the rollout's. In this case the whole description is masked (not learned).
+wrong name. The prefix's text has weight 0 in the loss on Y_train, so wrong names are corrected only with
+`loss.matched_desc_weight`. The rule for numbers also holds for names: tokens are their own labels up to the first
+difference, where the label is the true token. Later tokens of the name are masked. A token that holds any byte of the
+description belongs to it. If the true description is longer, the first difference may be at the token after the
+description. The tokenizer may split the description's text into other tokens than the rollout's. In this case the whole
+description is masked (not learned).
 """
 
 from __future__ import annotations

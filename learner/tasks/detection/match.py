@@ -1,8 +1,8 @@
 """Matches predictions to ground truth, for training and for every score except COCO's AP.
 
 Matches are one-to-one (Hungarian). A pair is allowed if its IoU is at least a threshold and, where names count, its
-names are equal. Among all assignments of allowed pairs, one with the most pairs is chosen. If several have the most
-pairs, the one with the largest total IoU is chosen.
+names are equal. Among all assignments of allowed pairs, one with the most pairs is chosen. If several assignments have
+the most pairs, the assignment with the largest total IoU is chosen.
 
 A prediction without a pair counts neither as right nor as wrong if it lies in an ignore region (`Sample.ignored`) of
 its class: the part of its area in the region is at least the threshold. COCO treats crowd regions in the same way. No

@@ -33,9 +33,9 @@ labels are missing, the more F1 favors models that detect few objects. If labels
 both metrics favor models that leave out the same objects. Lee & Liu (2003) choose by recall^2 / (fraction of positive
 answers), which gives the same ranking.
 
-Intervals are percentile bootstrap intervals over scenes (Efron & Tibshirani 1993, ch. 13): as many scenes as there are
-are drawn at random with replacement, and the metric is computed on each draw's column sums. To compare two runs, both
-use the same draws, so the difficulty of scenes cancels out. The result depends on `seed` only.
+Intervals are percentile bootstrap intervals over scenes (Efron & Tibshirani 1993, ch. 13): N of the N scenes are drawn
+at random with replacement, and the metric is computed on each draw's column sums. To compare two runs, both use the
+same draws, so the difficulty of scenes cancels out. The result depends on `seed` only.
 
 COCO's AP comes from pycocotools: `coco/ap`, `coco/ap50`, `coco/ap75`, `coco/ar100`. Categories are descriptions.
 Geometry is compared by bounding boxes, in bins (IoU does not change with the scale of an axis). The score of a box

@@ -30,10 +30,11 @@ before the tail, and all tokens of its coordinates are in the prefix.
                       at most one image, a field `image` is unknown_geom
 
 4. The prefix ends after the last closed object. Dropped objects are included, because they stay in the text. One token
-   may hold both the end of an object and text after it (`}, "`, `]}}`, `"}]`). In this case the prefix ends before such
-   a token, and `tail_opening` repeats the token's bytes up to the end of the object. The token's bytes are repeated
-   only if they are structure: brackets, whitespace, a description's closing quote. If these bytes hold a coordinate or
-   text of the description, the prefix ends at the object before, and later objects are not part of the result.
+   may hold both the end of an object and text after it (`}, "`, `]}}`, `"}]`). If the last token is shared in this way,
+   the prefix ends before it, and `tail_opening` repeats the token's bytes up to the end of the object. The token's
+   bytes are repeated only if they are structure: brackets, whitespace, a description's closing quote. If these bytes
+   hold a coordinate or text of the description, the prefix ends at the object before, and later objects are not part of
+   the result.
 """
 
 from __future__ import annotations
@@ -239,8 +240,8 @@ def _entry(
 
 
 def closing_brace(data: bytes, start: int) -> int | None:
-    """Return the offset after the bracket that closes the one at `start`; None if there is no such bracket, or if
-    brackets cross."""
+    """Return the offset after the bracket that closes the bracket at `start`; None if there is none, or if brackets
+    cross."""
     stack: list[bytes] = []
     for match in BALANCE.finditer(data, start):
         mark = match[0]

@@ -39,7 +39,7 @@ def up_to_last_match(assignment: Assignment, task: ObjectTask) -> Assignment:
 def up_to_first_miss(assignment: Assignment, task: ObjectTask) -> Assignment:
     """Cut after the last match at which the k labels matched so far are the first k labels in canonical order.
 
-    Predictions that match nothing may stand between the matched ones.
+    Predictions that match nothing may be between the matched predictions.
     """
     last, furthest = -1, -1
     for count, (index, truth_index, _) in enumerate(sorted(assignment.pairs), start=1):

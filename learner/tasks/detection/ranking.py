@@ -11,8 +11,8 @@ number of objects in the photographs.
    as the difference between models.
 2. The number of objects is not known, because some have no label and no model found them. The number of objects,
    although unknown, is the same for all models. So F1 = 2 right / (boxes + objects) is computed for a range of numbers
-   of objects: from the right boxes of all models together to `MOST_OBJECTS` times as many. If the order of two models
-   changes within the range, their order is not decided.
+   of objects: from the right boxes of all models together to `MOST_OBJECTS` times this number. If the order of two
+   models changes within the range, their order is not decided.
 
 F1 computed by labels with gaps ranks models wrongly: on blood cells, half of them without a label, it chose one of the
 worst of eleven checkpoints. If labels are few, or objects look like their surroundings, labels with gaps cannot rank
@@ -120,7 +120,7 @@ class GapJudge:
 
     def objects(self, scores: Sequence[GapScore], boxes: Sequence[Boxes]) -> tuple[float, float]:
         """Return the least and the largest plausible number of objects. A box that overlaps no label (free) counts
-        once, even if several models have it. The weight of a box is the mean probability that such a box is right."""
+        once, even if several models have it. The weight of a box is the mean probability that a free box is right."""
         line = [candidates(sample, [own[i] for own in boxes]) for i, sample in enumerate(self._samples)]
         free = sum(one.relation == "free" for own in line for one in own)
         share = sum(one.unlabelled.sum() for one in scores) / max(1.0, sum(one.free.sum() for one in scores))

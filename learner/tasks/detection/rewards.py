@@ -45,7 +45,7 @@ def answer_rewards(parsed: ParsedRollout, names: Collection[str]) -> dict[str, f
 
 def prefix_rewards(assignment: Assignment, weights: Mapping[str, float], pieces: TokenPieces) -> PrefixRewards:
     """Return the weighted sum of the rewards in BY_OBJECT after each object, and the token where each object ends:
-    after its last coordinate or its description, whichever comes later."""
+    after its last coordinate and its description."""
     parsed = assignment.parsed
     view, numbers = _RewardView.of(parsed), range(len(parsed.objects) + 1)
     values = np.zeros(len(numbers))
@@ -110,5 +110,5 @@ class _RewardView:
 
 
 def _ratio(above: float, below: float) -> float:
-    """Return the ratio; 1 if there are neither objects nor predictions."""
+    """Return `above / below`; 1 if there are neither objects nor predictions."""
     return above / below if below else 1.0

@@ -202,7 +202,7 @@ class CalibrationFile(BaseModel):
 
     def of(self, samples: int) -> Calibration | None:
         """Return the calibration whose K is nearest to `samples`; None if there is none. A calibration for K = 0 is
-        never used for another K, nor the other way round."""
+        never used for another K, nor a calibration for another K for K = 0."""
         fitting = [one for one in self.calibrations if (one.samples > 0) == (samples > 0)]
         return min(fitting, key=lambda one: abs(one.samples - samples), default=None)
 
@@ -227,7 +227,7 @@ def design(
     features: NDArray[np.float64], names: Sequence[str], *, knots: Mapping[str, Sequence[float]], classes: Sequence[str]
 ) -> NDArray[np.float64]:
     """Return the columns [N, D] of the regression: a constant, then each feature as a piecewise linear function, then
-    for each class a constant and a slope over the area. Outside its knots such a function is constant."""
+    for each class a constant and a slope over the area. Outside its knots a piecewise linear function is constant."""
     columns = [np.ones(len(features))]
     area = np.zeros(len(features))
     for i, name in enumerate(FEATURES):

@@ -87,7 +87,7 @@ def _missed(assignment: Assignment, loss: LossConfig) -> list[DetectionObject]:
 def _appended(
     missed: list[DetectionObject], unlabelled: list[DetectionObject], task: ObjectTask
 ) -> tuple[list[DetectionObject], list[int]]:
-    """Return missed and unlabelled objects in canonical order, and the indices of the unlabelled ones."""
+    """Return missed and unlabelled objects in canonical order, and the indices of the unlabelled objects."""
     both = [(obj, True) for obj in missed] + [(obj, False) for obj in unlabelled]
     # Missed objects alone keep their order, which may be random.
     if unlabelled:
