@@ -8,6 +8,7 @@ docs` writes CONFIG.md and config.schema.json from the models and from the rules
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, Literal
 
 from learner.config.modes import Rule
@@ -86,20 +87,6 @@ class RunConfig(Section):
 
 
 # The rules are in the order of the sections in a configuration file.
-RULES: tuple[Rule, ...] = (
-    *model.RULES,
-    *data.RULES,
-    *augment.RULES,
-    *labels.RULES,
-    *task.RULES,
-    *reward.RULES,
-    *loss.RULES,
-    *training.RULES,
-    *decoding.RULES,
-    *servers.RULES,
-    *vllm.RULES,
-    *rollout_matching.RULES,
-    *rollouts.RULES,
-    *grpo.RULES,
-    *stage2_ab.RULES,
-)
+_CHECKED: tuple[ModuleType, ...] = (model, data, augment, labels, task, reward, loss, training)
+_CHECKED += (decoding, servers, vllm, rollout_matching, rollouts, grpo, stage2_ab)
+RULES: tuple[Rule, ...] = tuple(rule for section in _CHECKED for rule in section.RULES)
