@@ -5,21 +5,18 @@
 - `Mistake` is one thing that is wrong. A `Mistake` prints as `path.to.key: found ... (file:line); wanted ...; what to
   do`. Paths are dotted, list items are `[0]`. `ConfigErrors` carries all mistakes of a file, one line each.
 - `mistake_of` turns one pydantic error into a `Mistake` that names the nearest correct key.
-- `trusted_view` shows a partly wrong configuration to the rules that compare keys. The view refuses to show wrong
-  values.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
 import math
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, overload
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, PydanticUserError, TypeAdapter
 from pydantic.config import JsonDict
@@ -35,7 +32,6 @@ ROOT = "(root)"
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_\-]+")
 
 KeyPath = tuple[str | int, ...]
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +82,7 @@ class ConfigErrors(ConfigError):  # noqa: N818  (it holds several)
         return "\n".join(str(mistake) for mistake in self.mistakes) or super().__str__()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (self.what, self.found, self.wanted, self.remedy, self.mistakes))
-
-
-def _rebuild(what: str, found: str, wanted: str, remedy: str, mistakes: Sequence[Mistake]) -> ConfigErrors:
-    return ConfigErrors(what, found=found, wanted=wanted, remedy=remedy, mistakes=mistakes)
+        return (*super().__reduce__(), {"mistakes": self.mistakes})
 
 
 def dotted(path: KeyPath) -> str:
@@ -144,18 +136,11 @@ def hide(config: BaseModel, secrets: Mapping[str, str]) -> None:
 
 def shown(config: Section) -> dict[str, Any]:
     """Return all values as JSON types, without secrets."""
-    return without_secrets(config.model_dump(mode="json"), config._secrets)
+    values: dict[str, Any] = without_secrets(config.model_dump(mode="json"), config._secrets)
+    return values
 
 
-@overload
-def without_secrets(value: dict[str, V], secrets: Mapping[str, str]) -> dict[str, V]: ...
-
-
-@overload
-def without_secrets(value: object, secrets: Mapping[str, str]) -> object: ...
-
-
-def without_secrets(value: object, secrets: Mapping[str, str]) -> object:
+def without_secrets(value: object, secrets: Mapping[str, str]) -> Any:
     """Return the value with each text that is a key of `secrets` replaced by the text in the file (with `${NAME}`), and
     with secrets masked in all other texts."""
     if isinstance(value, dict):
@@ -184,8 +169,6 @@ def given(section: Section, name: str) -> str:
     value = f"{number:g}" if isinstance(number, float) else str(number)
     return value if name in section.model_fields_set else f"the default {value}"
 
-
-Model = TypeVar("Model", bound=BaseModel)
 
 _WORDS: Mapping[object, str] = {
     bool: "true or false",
@@ -255,18 +238,18 @@ def _alternatives(annotation: object) -> Iterator[object]:
 
 def section_of(annotation: object) -> type[BaseModel] | None:
     """Return the model of a field whose type is a section, or None."""
-    for option in _alternatives(annotation):
-        if isinstance(option, type) and issubclass(option, BaseModel):
-            return option
-    return None
+    options = _alternatives(annotation)
+    return next((one for one in options if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
 
 def item_of(annotation: object) -> object:
     """Return the type of the items if `annotation` is a list, or None."""
-    for option in _alternatives(annotation):
-        if get_origin(option) in (list, tuple):
-            return get_args(option)[0]
-    return None
+    return next((get_args(one)[0] for one in _alternatives(annotation) if get_origin(one) in (list, tuple)), None)
+
+
+def mapping_of(annotation: object) -> tuple[object, object]:
+    """Return the types of keys and values if `annotation` is a mapping whose keys the user chooses, or (None, None)."""
+    return next((get_args(one) for one in _alternatives(annotation) if get_origin(one) is dict), (None, None))
 
 
 def walk_keys(model: type[BaseModel], path: KeyPath = ()) -> Iterator[tuple[KeyPath, FieldInfo]]:
@@ -274,52 +257,24 @@ def walk_keys(model: type[BaseModel], path: KeyPath = ()) -> Iterator[tuple[KeyP
     for name, field in model.model_fields.items():
         here = (*path, name)
         yield here, field
-        items = item_of(field.annotation)
         if section := section_of(field.annotation):
             yield from walk_keys(section, here)
-        elif items is not None and (section := section_of(items)):
+        elif section := section_of(item_of(field.annotation)):
             yield from walk_keys(section, (*here, 0))
-
-
-def _section_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
-    annotation: object = model
-    for part in path:
-        section = section_of(annotation)
-        if isinstance(part, int):
-            annotation = item_of(annotation)
-        elif section is not None and part in section.model_fields:
-            annotation = section.model_fields[part].annotation
-        else:
-            return None
-    return section_of(annotation)
 
 
 def _type_at(model: type[BaseModel], path: KeyPath) -> object:
     """Return the type of the value or list item at `path`, with its bounds; None if the schema has no such path."""
-    last = path[-1] if path else None
-    if isinstance(last, int):
-        parent = _section_at(model, path[:-2])
-        field = parent.model_fields.get(str(path[-2])) if parent and len(path) > 1 else None
-        return item_of(field.annotation) if field else None
-    parent = _section_at(model, path[:-1]) if path else None
-    field = parent.model_fields.get(str(last)) if parent else None
-    if field is None and (mapping := _mapping_at(model, path)) is not None:
-        return mapping[1]
-    if field is None:
-        return None
-    return Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-
-
-def _mapping_at(model: type[BaseModel], path: KeyPath) -> tuple[object, object] | None:
-    """If the path's last part is a key of a mapping whose keys the user chooses, return the types of the mapping's keys
-    and values; else None."""
-    above = _section_at(model, path[:-2]) if len(path) > 1 else None
-    field = above.model_fields.get(str(path[-2])) if above else None
-    if field is None:
-        return None
-    is_union = get_origin(field.annotation) in (Union, types.UnionType)
-    one_of = get_args(field.annotation) if is_union else (field.annotation,)
-    return next((get_args(one) for one in one_of if get_origin(one) is dict), None)
+    annotation: object = model
+    for part in path:
+        field = section.model_fields.get(str(part)) if (section := section_of(annotation)) else None
+        if field is not None:
+            annotation = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+        elif isinstance(part, int):
+            annotation = item_of(annotation)
+        else:
+            annotation = mapping_of(annotation)[1]
+    return annotation
 
 
 def _wanted_at(model: type[BaseModel], path: KeyPath) -> str:
@@ -347,9 +302,8 @@ def mistake_of(
         wanted = _wanted_at(model, key)
         return key, Mistake(path=dotted(key), found="nothing", wanted=wanted, remedy="add this key"), (path, key)
     wanted = _wanted_at(model, path)
-    if detail["loc"][-1] == "[key]":
-        mapping = _mapping_at(model, path)
-        wanted = describe(mapping[0]) if mapping else wanted
+    if detail["loc"][-1] == "[key]" and (of_key := mapping_of(_type_at(model, path[:-1]))[0]) is not None:
+        wanted = describe(of_key)
     found, remedy = show(detail["input"]), _remedy(detail["input"], wanted, detail, _type_at(model, path))
     # A validator of the model raised this error, and its text says what is wanted.
     if kind in ("value_error", "assertion_error"):
@@ -359,7 +313,7 @@ def mistake_of(
 
 def _first_to_write(model: type[BaseModel], path: KeyPath) -> KeyPath:
     """Return the key that the user has to write: a missing section's only required key, otherwise `path` itself."""
-    section = _section_at(model, path)
+    section = section_of(_type_at(model, path))
     required = [name for name, field in section.model_fields.items() if field.is_required()] if section else []
     return _first_to_write(model, (*path, required[0])) if len(required) == 1 else path
 
@@ -395,7 +349,7 @@ OTHER_WORDS: Mapping[str, str] = {
 
 
 def _unknown(model: type[BaseModel], path: KeyPath) -> tuple[Mistake, list[KeyPath]]:
-    section, key = _section_at(model, path[:-1]), str(path[-1])
+    section, key = section_of(_type_at(model, path[:-1])), str(path[-1])
     known = list(section.model_fields) if section else []
     near = [(*path[:-1], name) for name in difflib.get_close_matches(key, known, n=1)]
     word = [other for other, _ in walk_keys(model) if dotted(other) == OTHER_WORDS.get(key)]
@@ -439,62 +393,3 @@ def _is_right_without_quotes(text: str, annotation: Any) -> bool:
     except (ValueError, PydanticUserError):
         return False
     return True
-
-
-# ---- partly-wrong --------------------------------------------------------------------------------------------------
-
-
-# Adapters are kept, because making them again took half of the time of reading a configuration with mistakes.
-@functools.cache
-def _adapter(annotation: Any) -> TypeAdapter[object]:
-    return TypeAdapter(annotation)
-
-
-class UntrustedValueError(Exception):
-    """A rule has read a value that is itself wrong."""
-
-
-class _RawValues:
-    """Raw values that can be read like a model. Reading a value at a `bad` path raises UntrustedValueError."""
-
-    def __init__(self, model: type[BaseModel], values: Mapping[str, object], path: KeyPath, bad: set[KeyPath]) -> None:
-        self._model, self._values, self._path, self._bad = model, values, path, bad
-
-    @property
-    def model_fields_set(self) -> set[str]:
-        return set(self._values) & set(self._model.model_fields)
-
-    def __getattr__(self, name: str) -> object:
-        here = (*self._path, name)
-        if here in self._bad or () in self._bad:
-            raise UntrustedValueError(dotted(here))
-        field = self._model.model_fields.get(name)
-        if field is None:
-            return self._from_class(name)
-        if name not in self._values:
-            return field.get_default(call_default_factory=True)
-        return self._shown(self._values[name], field.annotation, here)
-
-    def _from_class(self, name: str) -> object:
-        attribute = getattr(self._model, name)
-        if isinstance(attribute, property):
-            return cast(Callable[[object], object], attribute.fget)(self)
-        return types.MethodType(attribute, self) if isinstance(attribute, types.FunctionType) else attribute
-
-    def _shown(self, value: object, annotation: object, path: KeyPath) -> object:
-        if path in self._bad:
-            raise UntrustedValueError(dotted(path))
-        section = section_of(annotation)
-        if section is not None and isinstance(value, dict):
-            return _RawValues(section, value, path, self._bad)
-        if isinstance(value, list) and section_of(item_of(annotation)) is not None:
-            item = item_of(annotation)
-            return [self._shown(entry, item, (*path, index)) for index, entry in enumerate(value)]
-        if any(bad[: len(path)] == path for bad in self._bad):
-            raise UntrustedValueError(dotted(path))
-        return _adapter(annotation).validate_python(value)
-
-
-def trusted_view(model: type[Model], values: Mapping[str, object], bad: set[KeyPath]) -> Model:
-    """Return `values` as if they were a valid `model`; reading a wrong value raises UntrustedValueError."""
-    return cast(Model, _RawValues(model, values, (), bad))

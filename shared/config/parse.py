@@ -13,15 +13,17 @@ pydantic.
 from __future__ import annotations
 
 import copy
+import functools
 import os
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from shared.config.model import (
     ROOT,
@@ -29,10 +31,11 @@ from shared.config.model import (
     Hidden,
     KeyPath,
     Mistake,
-    UntrustedValueError,
+    dotted,
     hide,
+    item_of,
     mistake_of,
-    trusted_view,
+    section_of,
 )
 from shared.config.yaml import Parsed, add_numbers, read_alone, read_composed
 
@@ -92,7 +95,7 @@ def parse(
         found = [mistake_of(model, values, detail) for detail in error.errors(include_url=False)]
         mistakes += _one_each([(path, m) for path, m, _ in found if not _inside(path, document.bad)])
         bad.update(path for _, _, paths in found for path in paths)
-    view = config if config is not None and not bad else trusted_view(model, values, bad)
+    view = config if config is not None and not bad else cast(Model, _RawValues(model, values, (), bad))
     # A rule stops when it reads a wrong value, so no mistake is listed twice.
     for rule in rules:
         mistakes += _follow(rule, view)
@@ -167,6 +170,59 @@ def _line_of(path: str, lines: Mapping[str, str]) -> str:
     while path and path not in lines:
         path = path[: max(path.rfind("."), path.rfind("["), 0)]
     return lines.get(path or ROOT, "")
+
+
+# ---- partly-wrong --------------------------------------------------------------------------------------------------
+
+
+# Adapters are kept, because making them again took half of the time of reading a configuration with mistakes.
+@functools.cache
+def _adapter(annotation: Any) -> TypeAdapter[object]:
+    return TypeAdapter(annotation)
+
+
+class UntrustedValueError(Exception):
+    """A rule has read a value that is itself wrong."""
+
+
+class _RawValues:
+    """Raw values that can be read like a model. Reading a value at a `bad` path raises UntrustedValueError."""
+
+    def __init__(self, model: type[BaseModel], values: Mapping[str, object], path: KeyPath, bad: set[KeyPath]) -> None:
+        self._model, self._values, self._path, self._bad = model, values, path, bad
+
+    @property
+    def model_fields_set(self) -> set[str]:
+        return set(self._values) & set(self._model.model_fields)
+
+    def __getattr__(self, name: str) -> object:
+        here = (*self._path, name)
+        if here in self._bad or () in self._bad:
+            raise UntrustedValueError(dotted(here))
+        field = self._model.model_fields.get(name)
+        if field is None:
+            return self._from_class(name)
+        if name not in self._values:
+            return field.get_default(call_default_factory=True)
+        return self._shown(self._values[name], field.annotation, here)
+
+    def _from_class(self, name: str) -> object:
+        attribute = getattr(self._model, name)
+        if isinstance(attribute, property):
+            return cast(Callable[[object], object], attribute.fget)(self)
+        return types.MethodType(attribute, self) if isinstance(attribute, types.FunctionType) else attribute
+
+    def _shown(self, value: object, annotation: object, path: KeyPath) -> object:
+        if path in self._bad:
+            raise UntrustedValueError(dotted(path))
+        section, item = section_of(annotation), item_of(annotation)
+        if section is not None and isinstance(value, dict):
+            return _RawValues(section, value, path, self._bad)
+        if isinstance(value, list) and section_of(item) is not None:
+            return [self._shown(entry, item, (*path, index)) for index, entry in enumerate(value)]
+        if any(bad[: len(path)] == path for bad in self._bad):
+            raise UntrustedValueError(dotted(path))
+        return _adapter(annotation).validate_python(value)
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------
