@@ -165,7 +165,7 @@ class Trainer:
         """Return the reason why the run ended before its last step; empty if it reached its last step."""
         if self.callbacks.ended_by:
             return f"{self.callbacks.ended_by} ended it"
-        # Patience may run out in the evaluation after the last step, which ends nothing early.
+        # If patience runs out in the evaluation after the last step, the run did not end early.
         gave_up = self.best.gives_up and self.state.global_step < self.total_steps
         return f"{self.best.metric} did not improve" if gave_up else ""
 

@@ -2,8 +2,8 @@
 model (R09, D14). Pure functions, used on both sides.
 
 vLLM scores a whole answer without its prefix cache, but rollouts read that cache. So some tokens of each answer are
-scored a second time, each by a separate request that reads the cache. Only these requests find cached keys and values
-of old weights. So the gaps of these scores have a mean of their own.
+scored a second time, each by a separate request that reads the cache. Only requests that read the cache can find cached
+keys and values of old weights. So the gaps of these scores have a mean of their own.
 """
 
 from __future__ import annotations

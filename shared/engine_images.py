@@ -84,7 +84,7 @@ class EngineImages:
         try:
             yield found
         finally:
-            # The wrapper is an attribute of the instance. Deleting it makes the class's method visible again.
+            # The wrapper is an attribute of the instance. Deleting the wrapper makes the class's method visible again.
             del self.renderer.process_for_engine
 
     def seen(self, rendered: EngineInput) -> list[Future[ProcessedImage] | None]:

@@ -1,6 +1,6 @@
 """Computes a run's numbers, such as its batch size, from its configuration and the number of ranks.
 
-`resolve` returns all these numbers in a `Plan`, and has no side effects. `--check` prints the plan, and the learner
+`resolve` returns all numbers of a run in a `Plan`, and has no side effects. `--check` prints the plan, and the learner
 logs it at its start (R15). `topology_rules` are the checks of keys that depend on the number of ranks.
 """
 

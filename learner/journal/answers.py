@@ -4,7 +4,7 @@ In: an answer's assignment (its objects, matched with the labels), and the targe
 called on any thread. Out: `answers.json` in the run directory, with rank 0's last answers. The file is written again
 after a step, at most every WRITE_EVERY_S.
 
-A target begins with the answer's first tokens (the prefix), and goes on with tokens that the answer should have had
+A target begins with the answer's first tokens (the prefix), and continues with tokens that the answer should have had
 (the tail). Each token of the answer has one kind: `kept` (in the prefix), `matched` (in the prefix, and a label is
 learned there), `dropped` (with a reason), or `cut` (after the prefix). After the answer's tokens come the tail's
 tokens. The kind of a tail's token is `appended`, or `unlearned` if it has no loss.

@@ -82,7 +82,7 @@ def shard(model: PreTrainedModel, ranks: Ranks) -> ShardedForward:
         # Gradients are summed in every backward pass. Summing only in a step's last one is not faster, because
         # transfers run during computation, and it needs memory for a whole gradient.
         sharded = fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-        # FSDP averages gradients over ranks by default. The learner needs their sum.
+        # FSDP averages gradients over ranks by default. The learner needs the sum of the gradients.
         sharded.set_gradient_divide_factor(1.0)
         # gloo cannot scale while it reduces, so plain sums are used.
         sharded.set_force_sum_reduction_for_comms(True)

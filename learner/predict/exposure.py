@@ -1,10 +1,10 @@
 """Measures whether a model predicts labels worse after its own answer than after the preceding labels (exposure gap).
 
-In: greedy answers, matched with labels. Each answer is cut before the first object that it skipped. After the cut come
-the labels that the answer lacks (`loss.prefix_end: first_miss`). Out: the loss (nats) on the tokens of these labels, by
-kind of token, computed twice: after the model's own answer, and after the preceding labels. Training on the model's own
-answers can reduce the difference between the two, and teacher forcing cannot. If the difference is about zero, the
-model's mistakes do not come from reading its own answer.
+In: greedy answers, matched with labels. Each answer is cut at the position of the first label that it missed. After the
+cut come the labels that the answer lacks (`loss.prefix_end: first_miss`). Out: the loss (nats) on the tokens of these
+labels, by kind of token, computed twice: after the model's own answer, and after the preceding labels. Training on the
+model's own answers can reduce the difference between the two, and teacher forcing cannot. If the difference is about
+zero, the model's mistakes do not come from reading its own answer.
 
 Only tokens that are the same in both texts are compared. Coordinates in digits count as structure. `TeacherForced` also
 has the loss on all labels, a measure of how well the model knows them.

@@ -5,8 +5,8 @@ The recipe's process decides which stage to run, and writes `recipe.json`. Each 
 only once. The recipe's process waits for the stage's process, and reads the results from the stage's folder. It does
 not import torch.
 
-The files on disk decide what is run next. If the command is given again, ended stages are not repeated. A killed stage
-continues from its newest checkpoint. If the recipe's process ends, the stage's process ends too.
+The files on disk decide which stage is run next. If the command is given again, ended stages are not repeated. A killed
+stage continues from its newest checkpoint. If the recipe's process ends, the stage's process ends too.
 """
 
 from __future__ import annotations

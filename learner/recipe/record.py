@@ -62,7 +62,7 @@ class StageResult:
     score: float  # value of `metric` in the best evaluation
     before: Mapping[str, float]  # metrics of the first evaluation, on validation
     after: Mapping[str, float]  # metrics of the best evaluation, on validation
-    metric: str  # name of the metric that decides which weights are best
+    metric: str  # name of the metric that decides which weights are best.
     # Labels are missing, and the model with which the stage began could add none. Earlier versions of the
     # project wrote the key `invents`.
     cannot_complete: Annotated[bool, Field(validation_alias=AliasChoices("cannot_complete", "invents"))] = False
@@ -272,8 +272,8 @@ def grpo_pays(found: Mapping[str, FeatureEstimate]) -> Rule:
 
 
 def spent_s(run_dir: Path) -> float:
-    """Return how many seconds a stage has run so far. Each start of the stage counts from its first to its last event
-    in `metrics.jsonl`; 0 if the stage has not run yet."""
+    """Return how many seconds a stage has run so far. The time of each start is from its first to its last event in
+    `metrics.jsonl`. 0 if the stage has not run yet."""
     path = run_dir / METRICS
     if not path.is_file():
         return 0.0

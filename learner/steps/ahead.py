@@ -152,8 +152,8 @@ class Stage2Ahead(Stage2Steps):
 
     def wants_sync(self, global_step: int) -> bool:
         """Return True if a sync is due: `sync_every` Channel-B steps have passed, or rollouts by the served weights
-        would be too old in the next Channel-B step. In the second case return False if rollouts by the present weights
-        would be too old too, because a sync would not help."""
+        would be too old in the next Channel-B step. Return False if a sync would not help, because rollouts by the
+        present weights would be too old too."""
         next_b = self._shares.next_b(global_step)
         if next_b is None or self._too_far(next_b, global_step):
             return False

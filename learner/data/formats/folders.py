@@ -12,7 +12,7 @@ names of files decide; only `data.yaml`, `classes.txt` and the beginning of JSON
                 may have the names of splits; lists of names in ImageSets/Main, ImageSets or splits
 
 If a folder has only one sub-folder with a known layout, that sub-folder is used. If several sub-folders have XML files
-and nothing else, the folder is VOC with all of them.
+and nothing else, all XML files together are one VOC data set.
 """
 
 from __future__ import annotations

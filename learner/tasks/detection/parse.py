@@ -32,9 +32,9 @@ before the tail, and all tokens of its coordinates are in the prefix.
 4. The prefix ends after the last closed object. Dropped objects are included, because they stay in the text. One token
    may hold both the end of an object and text after it (`}, "`, `]}}`, `"}]`). If the last token is shared in this way,
    the prefix ends before it, and `tail_opening` repeats the token's bytes up to the end of the object. The token's
-   bytes are repeated only if they are structure: brackets, whitespace, a description's closing quote. If these bytes
-   hold a coordinate or text of the description, the prefix ends at the object before, and later objects are not part of
-   the result.
+   bytes are repeated only if they are structure: brackets, whitespace, a description's closing quote. If the token's
+   bytes hold a coordinate or text of the description, the prefix ends after the previous object, and later objects are
+   not part of the result.
 """
 
 from __future__ import annotations

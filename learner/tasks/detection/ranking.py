@@ -35,7 +35,7 @@ from learner.tasks.detection.completion import candidates
 from learner.tasks.detection.gaps import right_names
 from learner.tasks.detection.metrics import Interval, interval_of
 
-# On blood cells the true number was 1.3 times this.
+# On blood cells the true number of objects per right box was 1.3.
 MOST_OBJECTS = 2.0  # max number of objects in the photographs, per right box of all models together.
 # Labels count as having gaps if there are at least this many right boxes without a label, per label.
 GAPS = 0.1
