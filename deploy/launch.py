@@ -150,7 +150,7 @@ class Processes:
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal: raise KeyboardInterrupt with its number. While a process starts, the error is postponed
-        until the process is in `started`. So also a process that is just starting is stopped."""
+        until the process is in `started`. So a process that is just starting is stopped too."""
         leave_lost_output()
         if self._starting:
             self._postponed = signum

@@ -57,7 +57,8 @@ def wait(
 
 
 def server_urls(config_path: str) -> list[str]:
-    """Return the base URLs that the configuration names. Raises ConfigErrors, and ConfigError if it uses no servers."""
+    """Return the base URLs that the configuration names. Raises ConfigErrors, and ConfigError if the run uses no
+    servers."""
     config = load_config(config_path)
     if not uses_servers(config):
         raise ConfigError(

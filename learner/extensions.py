@@ -228,7 +228,7 @@ class Callback:
         return None
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool | None:
-        """Act after each evaluation, with its metrics by name. Return True to end the run as after its last step."""
+        """Act after each evaluation, with its metrics by name. Return True to end the run like after its last step."""
         return None
 
     def on_save(self, step: int, folder: Path) -> None:

@@ -150,7 +150,7 @@ def _openai_error(error: ProjectError) -> Response:
 
 class _Route(APIRoute):
     """A route whose body, the handler's argument `call`, is read by `read_body` within the server's limits. FastAPI
-    only documents the body. The first paragraph of the handler's docstring is the route's summary."""
+    documents the body, and does not read it. The first paragraph of the handler's docstring is the route's summary."""
 
     on_error: Callable[[ProjectError], Response] = staticmethod(error_response)
 
@@ -308,7 +308,7 @@ def _add_sync_routes(router: APIRouter, service: RolloutService) -> None:
     async def expect_scores(request: Request, call: ExpectScoresCall) -> Response:
         """Take the learner's log-probabilities of an update's canary (fixed answers).
 
-        The server compares them with its own, and serves the update or refuses it.
+        The server compares them with its own log-probabilities, and serves the update or refuses it.
         """
         await service.updates.expect(call)
         return JSONResponse({"status": "noted"})

@@ -34,7 +34,7 @@ Seen = Sequence[Future[ProcessedImage] | None]
 
 
 class EngineImages:
-    """Digests of one engine's processed images. `renderer`: that engine's vLLM renderer. `threads` compute the
+    """Digests of one engine's processed images. `renderer`: the engine's vLLM renderer. `threads` compute the
     digests."""
 
     def __init__(self, renderer: BaseRenderer, threads: Executor) -> None:

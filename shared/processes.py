@@ -57,8 +57,8 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 @contextmanager
 def held_back(signum: signal.Signals) -> Iterator[None]:
-    """Delay the signal until the end of the block. Processes that start inside the block, and their children, never get
-    the signal. Use this block in the main thread only."""
+    """Delay the signal until the end of the `with` block. Processes that start inside the `with` block, and their
+    children, never get the signal. Use this block in the main thread only."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signum])
     try:
         yield

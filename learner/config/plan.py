@@ -173,7 +173,8 @@ class Plan:
 
 
 def resolve(config: RunConfig, world_size: int) -> Plan:
-    """Return the plan for `world_size` learner ranks. Raises ConfigErrors if the configuration does not fit them."""
+    """Return the plan for `world_size` learner ranks. Raises ConfigErrors if the configuration does not fit that
+    number."""
     mistakes = [mistake for rule in topology_rules(world_size) for mistake in rule(config)]
     if mistakes:
         raise ConfigErrors(f"the configuration does not fit {world_size} rank(s)", mistakes=mistakes)

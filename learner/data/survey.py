@@ -257,7 +257,7 @@ def small_boxes(found: Survey, seen: Seen) -> str | None:
 def shared_images(splits: Mapping[str, Sequence[Sample]]) -> dict[tuple[str, str], list[str]]:
     """Return the photographs that two splits share, by pair of splits. Shared photographs have equal content, but their
     names may differ."""
-    by_length: dict[int | str, list[tuple[str, str, Sample]]] = {}  # by length of the file
+    by_length: dict[int | str, list[tuple[str, str, Sample]]] = {}  # keys: lengths of image files, in bytes
     for split, samples in splits.items():
         for sample in samples:
             for image in sample.images:

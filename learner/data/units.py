@@ -1,7 +1,7 @@
 """Converts boxes to pixels from the unit of their numbers, and finds the unit that fits a split's boxes (D23).
 
 A `Reach` gets the objects of a split one by one, with the numbers in the file. The `hint` of the `Reach` names another
-unit if that unit fits much better. A single box proves little, so all boxes of a split decide.
+unit if that unit fits much better. A single box proves little, so all boxes of a split are used.
 """
 
 from __future__ import annotations

@@ -311,8 +311,8 @@ class _Naming:
         return [name or "" for name in named], notes, warnings
 
     def _named(self, way: str) -> list[str | None]:
-        """Return each result's name, with class numbers read by the numbering `way`. None: the name is unknown. "": the
-        result is left out."""
+        """Return each result's name, with class numbers read by the numbering `way`. None: the name is unknown. An
+        empty name: the result is left out."""
         numbers, mapped = self.numbered[way], self.read_as.names
         found: list[str | None] = []
         for row in self.rows:

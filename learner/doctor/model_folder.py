@@ -58,7 +58,7 @@ def limits_of_images(config: RunConfig) -> list[Mistake]:
 
 def images_without_eyes(config: RunConfig, read: Mapping[str, Sequence[Sample]]) -> list[Mistake]:
     """Return a mistake for each split with images, if the model takes no images. `read`: the samples of each split, by
-    the key of its annotations."""
+    the split's key."""
     kind = text_only(config.model.path)
     return [
         Mistake(

@@ -234,7 +234,7 @@ def _batched(
         lengths = tuple(where.diff().tolist())
         prefixes = (0,) * len(lengths)
     assert sum(lengths) == len(q), "segments do not add up to the row"
-    queries = q.split(list(lengths))  # S x [L_s, H, D]
+    queries = q.split(list(lengths))  # S tensors, each [L_s, H, D]
     num_keys = [prefix + length for prefix, length in zip(prefixes, lengths, strict=True)]
     pieces = [queries, k.split(num_keys), v.split(num_keys)]
     outputs: list[torch.Tensor] = []

@@ -75,15 +75,15 @@ def _with_gradients(
 
 
 def uncompiled() -> AbstractContextManager[object]:
-    """Run the layers uncompiled inside the block. Passes that run once or use a key-value cache would take longer to
-    compile than they gain."""
+    """Run the layers uncompiled inside the `with` block. Passes that run once or use a key-value cache would take
+    longer to compile than they gain."""
     return torch.compiler.set_stance("force_eager")
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Let compiled layers and losses run inside the block. Raises ConfigError if the compiler fails, which it does at
-    the first row."""
+    """Let compiled layers and losses run inside the `with` block. Raises ConfigError if the compiler fails, which it
+    does at the first row."""
     try:
         # Without this option torch treats a layer's float (an epsilon, which never changes) as an input. After tracing,
         # torch finds that a kernel needs the number, and traces again. The first trace is not kept in any cache.

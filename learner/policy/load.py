@@ -216,7 +216,7 @@ class Policy:
         (D5).
 
         Raises LossError if the loss is not finite, before the gradients change, and ConfigError if the layers cannot be
-        compiled, which shows at the first row.
+        compiled, which shows when the first row is learned.
         """
         self.set_training(True)
         with compiling():

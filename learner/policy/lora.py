@@ -130,7 +130,7 @@ def _with_near(unknown: Sequence[str], known: Sequence[str]) -> str:
 
 @contextmanager
 def without_adapter(adapter: peft.PeftModel) -> Iterator[None]:
-    """Switch the adapter off inside the block. Afterwards the same parameters have `requires_grad` as before."""
+    """Switch the adapter off inside the `with` block. Afterwards the same parameters have `requires_grad` as before."""
     trained = [(p, p.requires_grad) for p in adapter.parameters()]
     try:
         with adapter.disable_adapter():
@@ -191,7 +191,8 @@ class AdapterWeights:
             (adapter,) = layer.active_adapters
             lora_a, lora_b = (whole(half[adapter].weight.detach()) for half in (layer.lora_A, layer.lora_B))
             yield f"{module}.lora_A.weight", lora_a.to(dtype or lora_a.dtype)
-            # Servers do not scale, so the scaling is multiplied in here. The product is rounded once, from float32.
+            # Servers do not apply the adapter's scaling, so `lora_B` is scaled here. The product is rounded once, from
+            # float32.
             yield f"{module}.lora_B.weight", (lora_b.float() * layer.scaling[adapter]).to(dtype or lora_b.dtype)
 
     def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:

@@ -84,8 +84,8 @@ class Offload:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Keep the tensors in host memory inside the block, where they may be read, but not changed. Raises ConfigError
-        before the first tensor is moved if the host has too little memory."""
+        """Keep the tensors in host memory inside the `with` block, where they may be read, but not changed. Raises
+        ConfigError before the first tensor is moved if the host has too little memory."""
         tensors = list(self._tensors())
         self._memory.begin()
         # All memory is taken before the first copy, so if memory is short, no tensor has been moved.

@@ -154,8 +154,8 @@ class Notes:
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
-        """Let a pass inside the block use the recorded values instead of reading and copying. Raises OtherPassError if
-        the pass reads or copies other values than the recorded pass."""
+        """Let a pass inside the `with` block use the recorded values instead of reading and copying. Raises
+        OtherPassError if the pass reads or copies other values than the recorded pass."""
         self._next = 0
         with _watched(self._repeat_factory, self._repeat_operation):
             yield
@@ -250,8 +250,9 @@ def reads(func: OpOverload, args: object, kwargs: Given) -> bool:
 
 @contextmanager
 def _watched(factory: Callable[..., object], operation: Callable[..., object]) -> Iterator[None]:
-    """Call, inside the block, `factory` in place of torch's functions, and `operation` in place of each operation that
-    they execute. `factory` and `operation` get (function, args, kwargs) and return the function's result."""
+    """Call, inside the `with` block, `factory` in place of torch's functions, and `operation` in place of each
+    operation that they execute. `factory` and `operation` get (function, args, kwargs) and return the function's
+    result."""
 
     class Factories(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Given | None = None) -> object:

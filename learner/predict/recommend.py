@@ -5,8 +5,8 @@ order below, and the first that holds recommends its method. A feature counts as
 interval is above. "Best of K" is the best of K sampled answers to a scene, compared with the greedy answer.
 
     `sft`                    The model finds too little to learn from its own answers (PARSE_RATE, LEAST_F1).
-    `an earlier checkpoint`  The model answers training scenes much better than validation scenes (OVERFIT_F1). It has
-                             memorized the training scenes, so features measured on them say little.
+    `an earlier checkpoint`  The model answers training scenes much better than validation scenes (OVERFIT_F1). The
+                             model memorized the training scenes, so features measured on them say little.
     `rollout_matching_sft`   Labels are missing (MISSING), and none could be added with enough certainty.
     `completed labels, grpo` Labels are missing, and the best of K has better boxes (MISSING, HEADROOM, NO_SIGNAL).
     `nothing`                Labels are missing, but the model finds nearly all labelled objects (MISSING, FOUND).

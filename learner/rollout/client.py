@@ -142,7 +142,8 @@ class ServerClient:
         )
 
     async def _check_size(self, response: httpx.Response) -> None:
-        """Raises RolloutError if the reply is compressed. A reply that is too long raises it while its body is read."""
+        """Raises RolloutError if the reply is compressed. A reply that is too long raises RolloutError while its body
+        is read."""
         if is_packed(response):
             raise RolloutError(
                 f"{self.base_url}: the answer is packed",

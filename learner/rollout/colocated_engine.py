@@ -150,7 +150,7 @@ class ColocatedEngine:
 
     @property
     def leaves_training(self) -> bool:
-        """True if the engine is awake and training's state stays on the device. If so, the trained model can compute at
+        """True if the engine is awake and training's state stays on the device. The trained model can then compute at
         the same time as the engine."""
         return not self._asleep and not self._offload.moves
 
@@ -400,8 +400,8 @@ class ColocatedEngine:
 
 @contextmanager
 def _beside_other_programs(worker: Worker) -> Iterator[None]:
-    """Turn a failed assertion of vLLM's worker into a warning inside the block. When the worker sleeps, it asserts that
-    the device's free memory has grown."""
+    """Turn a failed assertion of vLLM's worker into a warning inside the `with` block. When the worker sleeps, it
+    asserts that the device's free memory has grown."""
     sleep = worker.sleep
 
     def asleep(level: int = 1) -> None:

@@ -255,9 +255,9 @@ def lose_none(server: int, error: ProjectError) -> Sequence[int]:
 
 
 class Dispatcher(Generic[R]):
-    """Sends one rank's requests to the servers, in batches. A batch has requests of one span only. `on_answer(request,
-    result)` is called when a request ends, `on_split(requests, error)` before requests are sent again. The event loop
-    of `run` calls both functions."""
+    """Sends one rank's requests to the servers, in batches. All requests of a batch are in the same span
+    (`ServerSpan`). `on_answer(request, result)` is called when a request ends, `on_split(requests, error)` before
+    requests are sent again. The event loop of `run` calls both functions."""
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ def unread_weights() -> str:
 
 @contextmanager
 def inspecting_here() -> Iterator[None]:
-    """Let vLLM inspect the model's class in this process inside the block. By default vLLM inspects the class in
+    """Let vLLM inspect the model's class in this process inside the `with` block. By default vLLM inspects the class in
     another process, so that CUDA is not initialised in this process. The other process takes 15 s with empty caches
     (vLLM 0.26, H200), and in this process CUDA is in use already."""
     from vllm.model_executor.models import registry
@@ -126,8 +126,8 @@ def _copy_kernels(source: Path, folder: Path) -> None:
 
 @contextmanager
 def all_told_by(name: str) -> Iterator[None]:
-    """Log the messages of level INFO of the library `name` inside the block. Only vLLM's log has the times of loading,
-    compiling and capturing graphs."""
+    """Log the messages of level INFO of the library `name` inside the `with` block. Only vLLM's log has the times of
+    loading, compiling and capturing graphs."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.INFO)

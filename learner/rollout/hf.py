@@ -232,8 +232,9 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 @contextmanager
 def generating(model: PreTrainedModel) -> Iterator[None]:
-    """Let `model.generate` take left-padded batches inside the block, with a key-value cache, without dropout and
-    gradients, and with only the settings of its caller. Outside the block the language model takes packed rows only."""
+    """Let `model.generate` take left-padded batches inside the `with` block, with a key-value cache, without dropout
+    and gradients, and with only the settings of its caller. Outside the block the language model takes packed rows
+    only."""
     settings = model.config.get_text_config()  # the vision tower's attention need not change
     attention, defaults = settings._attn_implementation, model.generation_config
     modes = [(module, module.training) for module in model.modules()]

@@ -8,8 +8,8 @@ has more requests than its quota (`distribution.py`), also when requests are sen
 ends the call. At most one window of rollouts is in memory.
 
 If a server fails and `min_servers` allows it, this rank stops using the server, and sends the unanswered requests to
-the other servers (D15). Other ranks learn of the failure at the next agreement. Until then the other servers may have
-more requests than `decode_batch_size` allows, because this rank has moved requests to them.
+the other servers (D15). Other ranks learn of the failure at the next agreement. Until that agreement the other servers
+may have more requests than `decode_batch_size` allows, because this rank has moved requests to them.
 
 All clients of a process use one asyncio event loop, which has a thread of its own (`LoopThread`). So rollouts and the
 weight sync may be called from any thread.

@@ -362,7 +362,7 @@ class RunAnnotations:
         with writing(self._out):
             _remove(new)
             write_with(self._data, self._data.train, samples, added, new)
-            # The digests of the old and the new file are recorded before the old one is replaced. If the run is killed
+            # The digests of the old and the new file are recorded before the old file is replaced. If the run is killed
             # here, a resumed run may replace either of them.
             digests = [_digest(path) for path in (self._out, new) if _is_taken(path)]
             record = {"file": str(self._out.absolute()), "digests": digests}

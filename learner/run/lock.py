@@ -41,8 +41,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the folder's lock inside the block. Raises ConfigError if another process holds it, or if the lock file is a
-    link or has other hard links. Raises OSError if the lock file cannot be written."""
+    """Hold the folder's lock in the `with` block. Raises ConfigError if another process holds it, or if the lock file
+    is a link or has other hard links. Raises OSError if the lock file cannot be written."""
     run_dir.mkdir(parents=True, exist_ok=True)
     handle = _open(run_dir / LOCK, os.O_CREAT)
     _held.add(handle)

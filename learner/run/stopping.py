@@ -40,8 +40,8 @@ class Stopped(BaseException):
 
 @contextmanager
 def told_before_the_first_step() -> Iterator[None]:
-    """Let SIGTERM end the process at once, with a message, inside the block: nothing has been learned yet. A thread
-    ends the process, because the main thread may be in a long call, such as loading the model."""
+    """Let SIGTERM end the process at once, with a message, inside the `with` block: nothing has been learned yet. A
+    thread ends the process, because the main thread may be in a long call, such as loading the model."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -103,7 +103,7 @@ class StopRequest:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle signals inside the block. Only the main thread can call this."""
+        """Handle signals inside the `with` block. Only the main thread can call this."""
         handlers = {**dict.fromkeys(stop_signals(), self._asked), signal.SIGALRM: self._break_in}
         previous = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
         try:
@@ -118,7 +118,7 @@ class StopRequest:
     @contextmanager
     def held_off(self) -> Iterator[None]:
         """Delay interruptions until the end of the block, which writes a checkpoint and waits for no other rank. After
-        `timeout_s` the process ends even inside the block."""
+        `timeout_s` the process ends even inside the `with` block."""
         self._is_held_off = True
         try:
             yield

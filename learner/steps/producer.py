@@ -165,11 +165,11 @@ class Producer:
     @contextmanager
     def fence(self, deadline_s: float, *, counts: bool = True) -> Iterator[Fence]:
         """Enclose work during which no call of this rank is in flight or starts. Waits up to `deadline_s` seconds for
-        the call in flight. `counts`: True if a sync inside the block makes the waiting packs one sync older. A sync for
-        an evaluation does not.
+        the call in flight. `counts`: True if a sync inside the `with` block makes the waiting packs one sync older. A
+        sync for an evaluation does not.
 
-        Raises DeadlineError, the error that ended the producer, or PipelineStoppedError. An exception inside the block
-        ends the producer, because the version of the servers' weights is then unknown.
+        Raises DeadlineError, the error that ended the producer, or PipelineStoppedError. An exception inside the `with`
+        block ends the producer, because the version of the servers' weights is then unknown.
         """
         with self._changed:
             queue = self._queue

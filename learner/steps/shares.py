@@ -11,7 +11,7 @@ for Channel-A, and a later step learns the unfinished rollouts. As a replacement
 Channel-B (`given_up`) are learned instead of rollouts.
 
 `ShareQueue` is one rank's queue of rollouts. The queue says which generation call may start. Around a weight sync no
-call may start; this is called a fence. A call rolls out neighbouring places of one share. A place is the number of a
+call may start; this is called a fence. A call rolls out consecutive samples of one share. A place is the number of a
 sample within this rank's part of the share. A pack is a few rollouts of one call. Packs wait in the queue until a step
 takes the whole share.
 
@@ -150,7 +150,7 @@ class ServedVersion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One permitted generation call: neighbouring places of this rank's part of a share."""
+    """One permitted generation call: neighbouring samples of this rank's part of a share."""
 
     share: int
     places: range
@@ -197,7 +197,7 @@ class Outlook:
     # Keys are the shares of which all samples have rollouts. A value is `ServedVersion.syncs` of the share's oldest
     # pack.
     complete: Mapping[int, int]
-    is_making: bool  # True: the most urgent share is not complete, and a call is in flight or may start
+    is_making: bool  # True: the most urgent share lacks rollouts, and a call is in flight or may start
     goes_on: bool  # True: calls for other shares may start while the most urgent share waits
     stood_still: bool  # True: at some time since the last `take`, no call was in flight and none was permitted.
     # Keys are the shares with packs or a call in flight. A value is the number of updates in the oldest weights that
@@ -276,8 +276,8 @@ class ShareQueue:
 
     def _next_call(self) -> Call | None:
         """Return the next call; None: no call may start. Calls for shares other than the most urgent one start only
-        while fewer than `start_below` packs wait. A call for a less urgent share has only as many places as fit into
-        the queue."""
+        while fewer than `start_below` packs wait. A call for a less urgent share makes at most as many packs as fit
+        into the queue."""
         for urgency, share in enumerate(self._makeable()):
             missing = self._missing(share)
             if not missing:

@@ -87,7 +87,7 @@ class StepSource(Protocol):
         return []
 
     def state(self) -> dict[str, object]:
-        """The run's position in its data, as JSON for a checkpoint. To be called between two steps. Equal on all ranks.
+        """The run's position in its data, as JSON for a checkpoint. Call it between two steps. Equal on all ranks.
         Collective.
 
         `batches`: the dataloader's state. `carried`: for each rank the samples to learn in addition to the

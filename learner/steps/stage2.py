@@ -30,7 +30,7 @@ from learner.steps.source import StepSource, own_share
 CLOSE_S = 10.0
 DEADLINE_KEY = "training.collective_timeout_s"
 # A step takes the longer of its rollouts and its learning, plus one call. With four calls per step, one call adds at
-# most a quarter.
+# most a quarter of the rollouts' time.
 CALLS_PER_STEP = 4
 
 

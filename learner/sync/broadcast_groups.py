@@ -104,7 +104,7 @@ Sent = Sequence[tuple[ServerGroup, Future[Any]]]
 
 class ServerGroups:
     """The groups that a learner has joined. `incarnation`: a random id, chosen each time the learner joins; servers
-    recognize the learner by it. `open_groups` makes the object."""
+    recognize the learner by it. `open_groups` returns one."""
 
     def __init__(self, groups: Sequence[ServerGroup], incarnation: str, key: bytes) -> None:
         self.groups, self.incarnation, self.seal_key = tuple(groups), incarnation, key

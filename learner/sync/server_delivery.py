@@ -71,8 +71,8 @@ NEWCOMER_S, NEWCOMER_MARGIN, LEAST_S = 15.0, 3.0, 1.0
 # The learner's second forward pass on the canary (fixed answers) is captured as a CUDA graph. During a capture no other
 # thread may wait for the device. So the learner makes the first two passes inside a sync, while no rollouts are made.
 CAPTURED_AFTER = 2
-# Max unfinished broadcasts when the next broadcast starts. With fewer, the network is idle at times; with more, more
-# memory is needed.
+# Max unfinished broadcasts when the next broadcast starts. With fewer broadcasts, the network is idle at times; more
+# broadcasts need more memory.
 SENT_AHEAD = 2
 NO_SCORES = CanaryScores(read=list, merge_gap=0.0)
 log = logging.getLogger("learner.sync")

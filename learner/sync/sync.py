@@ -135,7 +135,7 @@ class Sync:
         self._delivery.together(self._prepare)
 
     def sync(self) -> SyncReceipt:
-        """Send the policy's weights to every generator. Return, on all ranks, when all generators serve them.
+        """Send the policy's weights to every generator. Every rank returns when all generators serve these weights.
 
         Raises SyncError (Communicator, Digest, Coverage, Canary), ServerError or DeadlineError, on every rank.
         """

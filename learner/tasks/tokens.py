@@ -43,7 +43,7 @@ _NUM_BINS = 1000
 _ADDED_TOKEN = r"(<\|[^|<>]*\|>)"
 _NUMBER = r"(?<=[\[ ])(0|[1-9][0-9]{0,2})(?=[,\]])"
 _NO_NUMBER = r"((?!))"
-_DIGIT = "0"  # an example: it stands for any digit.
+_DIGIT = "0"  # an example of a digit.
 # The characters that can be next to a number. Whitespace is given twice: as in byte-level vocabularies, and plain, as
 # in added tokens.
 _BESIDE = r"[\[\], \t\n\rĠĉĊč]"
@@ -150,13 +150,12 @@ class TokenText(NamedTuple):
         return int(self.ends.searchsorted(offset, "right"))
 
     def tokens_until(self, offset: int) -> int:
-        """Return how many tokens hold the first `offset` bytes. The last one may hold later bytes too."""
+        """Return how many tokens hold the first `offset` bytes. The last token may hold later bytes too."""
         return int(self.ends.searchsorted(offset, "left")) + 1 if offset else 0
 
 
 class TokenPieces:
-    """Gives the bytes of each token, which it reads on demand. An unknown id has no bytes. `pieces_of` makes the
-    object."""
+    """Gives the bytes of each token, which it reads on demand. An unknown id has no bytes. `pieces_of` returns one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

@@ -186,7 +186,7 @@ def filled(content: bytes) -> bytes:
                 (left, right), (top, bottom) = ((min(side), max(side)) for side in (points[0::2], points[1::2]))
                 one["bbox"] = [left, top, right - left, bottom - top]
         return json.dumps(sections).encode()
-    except (ValueError, TypeError, KeyError, AttributeError):  # the second reading reports what is wrong
+    except (ValueError, TypeError, KeyError, AttributeError):  # the second reading reports the mistake
         return content
 
 
