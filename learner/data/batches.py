@@ -25,13 +25,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, groupby, islice
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 from learner.config.plan import Plan, steps_per_epoch
 from learner.config.schema import RunConfig
 from learner.data.augment import Augmented
-from learner.data.encoding import Encoder, EncoderPool, EncodingJob, LocalPool, WorkerPool
+from learner.data.encoding import Encoder, EncodingJob, LocalPool, WorkerPool
 from learner.data.sampler import DistributedSampler, Share, sampler_of
 from learner.records import EncodedPrompt, Sample
 from shared.errors import CheckpointError
@@ -119,7 +119,7 @@ class Batches(Iterator[MicroBatch]):
         self._taken: set[int] = set()  # positions after `_first` whose micro-batches were handed out.
         # This rank's parts of micro-batches that are not handed out yet, by position.
         self._seen: dict[int, _SeenShare] = {}
-        self._ahead: dict[int, list[EncodingJob]] = {}
+        self._ahead: dict[int, EncodingJob] = {}
 
     @property
     def per_epoch(self) -> int:
@@ -158,8 +158,8 @@ class Batches(Iterator[MicroBatch]):
         assert position in self.left(position // self.per_epoch), f"micro-batch {position} was handed out"
         self._prefetch(position, self._coming() if then is None else then)
         share, samples = self._share(position)
-        prompts = [prompt for job in self._ahead[position] for prompt in job.result()]
-        # The micro-batch counts as handed out only now, so an error in `result` loses no sample.
+        prompts = self._ahead[position]()
+        # The micro-batch counts as handed out only now, so an error of the encoder loses no sample.
         self.skip(position)
         return MicroBatch(
             samples=samples,
@@ -251,7 +251,7 @@ class Batches(Iterator[MicroBatch]):
     def _submit(self, position: int) -> Share:
         share, samples = self._share(position)
         if position not in self._ahead:
-            self._ahead[position] = submit_all(self._pool, samples)
+            self._ahead[position] = self._pool.submit_all(samples)
         return share
 
     def _share(self, position: int) -> tuple[Share, tuple[Sample, ...]]:
@@ -288,7 +288,7 @@ class ShareReader:
         self,
         samples: Sequence[Sample],
         sampler: DistributedSampler,
-        pool: EncoderPool,
+        pool: LocalPool,
         *,
         augmented: Augmented | None = None,
     ) -> None:
@@ -304,10 +304,9 @@ class ShareReader:
         share = self._sampler.share(position)
         indices = share.indices[part.start : part.stop]
         samples = see(self._samples, indices, share.epoch, position, self._augmented)
-        prompts = [prompt for job in submit_all(self._pool, samples) for prompt in job.result()]
         return MicroBatch(
             samples=samples,
-            prompts=tuple(prompts),
+            prompts=tuple(self._pool.submit_all(samples)()),
             epoch=share.epoch,
             micro_batch=share.micro_batch,
             first_req_idx=share.first_req_idx + part.start,
@@ -318,25 +317,7 @@ class ShareReader:
         self._pool.close()
 
 
-def submit_all(pool: EncoderPool, samples: Sequence[Sample]) -> list[EncodingJob]:
-    """Submit jobs of at most `pool.job_size` samples, in order. Equal neighbours (`grpo`) are encoded once."""
-    runs = [(first, 1 + sum(1 for _ in again)) for _, again in groupby(samples, key=id) for first in [next(again)]]
-    jobs = (runs[i : i + pool.job_size] for i in range(0, len(runs), pool.job_size))
-    return [_Repeated(pool.submit([one for one, _ in job]), [times for _, times in job]) for job in jobs]
-
-
-@dataclass(frozen=True)
-class _Repeated:
-    """An encoding job that returns its n-th prompt `times[n]` times."""
-
-    job: EncodingJob
-    times: Sequence[int]
-
-    def result(self) -> list[EncodedPrompt]:
-        return [prompt for prompt, times in zip(self.job.result(), self.times, strict=True) for _ in range(times)]
-
-
-def encoder_pool(config: RunConfig, encoder: Encoder, *, samples_per_micro_batch: int) -> EncoderPool:
+def encoder_pool(config: RunConfig, encoder: Encoder, *, samples_per_micro_batch: int) -> LocalPool:
     """Return the pool that encodes prompts: in `data.num_workers` processes, or in this process if that is 0."""
     if not config.data.num_workers:
         return LocalPool(encoder)

@@ -1,6 +1,6 @@
 """Encodes prompts ahead of time: in the learner's process, or in worker processes.
 
-In: jobs of samples, in order. Out: the samples' encoded prompts, from each job's `result`. A worker sends a job's
+In: jobs of samples, in order. Out: the samples' encoded prompts, when a job is called. A worker sends a job's
 pixels back as one tensor in shared memory, and the learner cuts it into views. Nothing is copied or pickled per sample,
 so 16 cores can feed a GPU. Errors raised in a worker keep their type.
 
@@ -16,10 +16,12 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from multiprocessing import forkserver, get_context, parent_process, resource_tracker
 from typing import Protocol
 
@@ -36,49 +38,36 @@ class Encoder(Protocol):
     def encode(self, sample: Sample) -> EncodedPrompt: ...
 
 
-class EncodingJob(Protocol):
-    """Samples that are being encoded."""
-
-    def result(self) -> list[EncodedPrompt]:
-        """Return the prompts of the samples, in order. Raises the encoder's errors, and DeadlineError."""
-        ...
-
-
-class EncoderPool(Protocol):
-    lookahead: int  # samples to encode ahead of the next micro-batch
-    job_size: int  # max number of samples in a job
-
-    def submit(self, samples: Sequence[Sample]) -> EncodingJob: ...
-
-    def close(self) -> None: ...
-
-
-# ---- in-process ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _LocalJob:
-    encoder: Encoder
-    samples: tuple[Sample, ...]
-
-    def result(self) -> list[EncodedPrompt]:
-        return [self.encoder.encode(sample) for sample in self.samples]
+# Returns a job's prompts, in the order of its samples. Raises the encoder's errors, and DeadlineError.
+EncodingJob = Callable[[], list[EncodedPrompt]]
 
 
 class LocalPool:
-    """Encodes a job when `result` is called."""
+    """Encodes in the learner's process, when a job's prompts are asked for."""
 
-    lookahead = 0
-    job_size = 1_000_000
+    lookahead = 0  # samples to encode ahead of the next micro-batch
+    job_size = 1_000_000  # max number of samples in a job
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
 
     def submit(self, samples: Sequence[Sample]) -> EncodingJob:
-        return _LocalJob(self._encoder, tuple(samples))
+        """Begin one job."""
+        return lambda: [self._encoder.encode(sample) for sample in samples]
 
-    def close(self) -> None:
-        pass
+    def submit_all(self, samples: Sequence[Sample]) -> EncodingJob:
+        """Begin as many jobs as the samples need. Equal neighbours (`grpo`) are encoded once."""
+        runs = [(first, 1 + sum(1 for _ in again)) for _, again in groupby(samples, key=id) for first in [next(again)]]
+        ones = tuple(one for one, _ in runs)
+        jobs = [self.submit(ones[i : i + self.job_size]) for i in range(0, len(ones), self.job_size)]
+
+        def prompts() -> list[EncodedPrompt]:
+            encoded = (prompt for job in jobs for prompt in job())
+            return [prompt for prompt, (_, times) in zip(encoded, runs, strict=True) for _ in range(times)]
+
+        return prompts
+
+    def close(self) -> None: ...
 
 
 # ---- workers -------------------------------------------------------------------------------------------------------
@@ -100,7 +89,7 @@ class _Encoded:
     image_grid_thw: list[list[int]]  # [I][3]: frames, rows and columns of patches of each image
 
 
-class WorkerPool:
+class WorkerPool(LocalPool):
     """Encodes in `num_workers` processes. Raises DataError if a process dies."""
 
     def __init__(self, encoder: Encoder, *, num_workers: int, samples_per_micro_batch: int, timeout_s: float) -> None:
@@ -118,9 +107,23 @@ class WorkerPool:
 
     def submit(self, samples: Sequence[Sample]) -> EncodingJob:
         try:
-            return _WorkerJob(self._pool.submit(_encode_in_worker, tuple(samples)), self._timeout_s)
+            job = self._pool.submit(_encode_in_worker, tuple(samples))
         except BrokenProcessPool as error:
             raise _worker_died(error) from error
+        return partial(self._prompts, job)
+
+    def _prompts(self, job: Future[_Encoded]) -> list[EncodedPrompt]:
+        try:
+            return _split(result_of(job, self._timeout_s))
+        except BrokenProcessPool as error:
+            raise _worker_died(error) from error
+        except TimeoutError as error:
+            raise DeadlineError(
+                "a data worker did not encode its samples in time",
+                found=f"nothing after {self._timeout_s:g} s",
+                wanted="encoded prompts",
+                remedy="look for images on a slow file system, or raise training.collective_timeout_s",
+            ) from error
 
     def close(self) -> None:
         """End the workers, even one that hangs. Waiting and running jobs are dropped."""
@@ -130,25 +133,6 @@ class WorkerPool:
             worker.kill()
         for worker in workers:
             worker.join(END_TIMEOUT_S)
-
-
-@dataclass(frozen=True)
-class _WorkerJob:
-    future: Future[_Encoded]
-    timeout_s: float
-
-    def result(self) -> list[EncodedPrompt]:
-        try:
-            return _split(result_of(self.future, self.timeout_s))
-        except BrokenProcessPool as error:
-            raise _worker_died(error) from error
-        except TimeoutError as error:
-            raise DeadlineError(
-                "a data worker did not encode its samples in time",
-                found=f"nothing after {self.timeout_s:g} s",
-                wanted="encoded prompts",
-                remedy="look for images on a slow file system, or raise training.collective_timeout_s",
-            ) from error
 
 
 def _start_fork_server() -> None:

@@ -203,7 +203,7 @@ def test_a_worker_that_hangs_is_told_and_ended() -> None:
     pool = WorkerPool(SlowEncoder(), num_workers=1, samples_per_micro_batch=1, timeout_s=0.2)
     started = time.monotonic()
     with closing(pool), pytest.raises(DeadlineError, match=r"0\.2 s"):
-        pool.submit(make_samples(1)).result()
+        pool.submit(make_samples(1))()
     assert time.monotonic() - started < 30
 
 
@@ -213,11 +213,11 @@ def test_a_stop_signal_to_the_whole_group_leaves_the_workers_at_work() -> None:
     samples = make_samples(2)
     forkserver._forkserver._stop()  # type: ignore[attr-defined]  # another test's, which may not block signals
     with closing(WorkerPool(CountingEncoder(), num_workers=1, samples_per_micro_batch=1, timeout_s=60.0)) as pool:
-        before = pool.submit(samples[:1]).result()
+        before = pool.submit(samples[:1])()
         for signum in (signal.SIGINT, signal.SIGTERM):
             for process in (*pool._pool._processes, forkserver._forkserver._forkserver_pid):  # type: ignore[attr-defined]
                 os.kill(process, signum)
-            after = pool.submit(samples[:1]).result()
+            after = pool.submit(samples[:1])()
             assert same_prompt(before[0], after[0]), signum
 
 
@@ -229,7 +229,7 @@ def test_workers_fork_from_a_process_that_has_imported_what_they_need_and_end_wi
         "if __name__ == '__main__':\n"
         "    pool = WorkerPool(ImportTellingEncoder(), num_workers=2, samples_per_micro_batch=2, timeout_s=60.0)\n"
         "    jobs = [pool.submit([sample]) for sample in make_samples(4)]\n"
-        "    print(*{job.result()[0].token_ids for job in jobs})\n"
+        "    print(*{job()[0].token_ids for job in jobs})\n"
         "    print(*pool._pool._processes, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
