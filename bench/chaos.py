@@ -82,7 +82,8 @@ from bench.training import DEMO_TASK
 from shared.addresses import free_port, free_ports
 from shared.config.parse import write_yaml
 from shared.generation import Generation
-from shared.wire import TOKEN_VARIABLE, RolloutInferRequest
+from shared.tokens import TOKEN_VARIABLE
+from shared.wire import RolloutInferRequest
 
 NUM_RANKS = 2
 NUM_SAMPLES, BATCH = 24, 8

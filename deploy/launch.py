@@ -43,7 +43,7 @@ from deploy.places import Place, write_place
 from deploy.wait_ready import look
 from learner.config.load import load_config
 from learner.wiring.before_start import mistakes_before_start
-from rollout_server.config import load_server_config
+from rollout_server.config import SERVER_ID_VARIABLE, load_server_config
 from shared.config.checks import READY
 from shared.config.json_schema import schema_option
 from shared.config.model import ConfigErrors
@@ -61,7 +61,6 @@ from shared.processes import (
 )
 from shared.version import Version
 from shared.waits import Deadline, Retry, awake_s, back_off_s
-from shared.wire import SERVER_ID_VARIABLE
 
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.2

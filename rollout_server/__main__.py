@@ -22,7 +22,7 @@ from typing import Annotated, NoReturn, TextIO
 
 import typer
 
-from rollout_server.config import ServerConfig, load_server_config
+from rollout_server.config import SERVER_ID_VARIABLE, ServerConfig, load_server_config
 from rollout_server.processes import SERVER_PID_VARIABLE
 from shared.config.checks import READY
 from shared.config.json_schema import schema_option
@@ -34,7 +34,6 @@ from shared.private import cache_folder, locked_folder, note_processes, remove_s
 from shared.processes import FEW_SHAPES, descendants, held_back, leave_lost_output, stop_signals
 from shared.tokens import read_token
 from shared.version import Version
-from shared.wire import SERVER_ID_VARIABLE
 
 _FOLDER = "rs-"
 _LONGEST_FOLDER = 55  # max characters of a folder's path: the path of a Unix socket in it may have at most 107

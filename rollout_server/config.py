@@ -17,11 +17,12 @@ from shared.config.model import Mistake, Section, key
 from shared.config.parse import load_yaml, parse
 from shared.errors import ConfigError
 from shared.families import check_folder
-from shared.wire import TOKEN_VARIABLE
+from shared.tokens import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from shared.images import ImageRules
 
+SERVER_ID_VARIABLE = "ROLLOUT_SERVER_ID"  # environment variable with the id that a server reports about itself
 _IMAGE_CACHE_BYTES = 256 << 20  # max bytes of fetched images in memory
 Folder = Annotated[Path, Field(strict=False)]  # pydantic's strict mode would refuse a path that is given as a string
 

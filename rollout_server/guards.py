@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollout_server.config import ServerConfig
 from shared.addresses import is_loopback
 from shared.errors import ProjectError, RequestError, ServerBusyError, UnauthorizedError
-from shared.wire import TOKEN_VARIABLE, ErrorBody
+from shared.tokens import TOKEN_VARIABLE
+from shared.wire import ErrorBody
 
 BODY_S = 60.0  # longest time for sending one body, and longest pause in reading an answer
 MOST_BYTES = 2 << 30  # max bytes in the bodies of all running calls

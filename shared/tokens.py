@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shared.errors import ConfigError
-from shared.wire import TOKEN_VARIABLE
 
+TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # environment variable with the bearer token, for both programs
 MAX_CHARS = 4096
 
 

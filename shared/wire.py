@@ -19,8 +19,6 @@ from shared.errors import ProjectError, error_classes
 # Raise this number with every new field. Both sides refuse unknown fields, but only an error about this number names
 # the real cause: different versions.
 PROTOCOL_VERSION = 8
-TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # environment variable with the bearer token, for both programs
-SERVER_ID_VARIABLE = "ROLLOUT_SERVER_ID"  # environment variable with the id that a server reports about itself
 NDJSON = "application/x-ndjson"  # media type of an answer with one JSON object per line
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from shared.config.kinds import for_program
 from shared.config.model import ConfigErrors, Hidden, Mistake, without_secrets
 from shared.config.parse import Document, dump_yaml, load_yaml, parse
 from shared.config.yaml import merge
-from shared.wire import TOKEN_VARIABLE
+from shared.tokens import TOKEN_VARIABLE
 
 GROUP_PORT = 51216  # port of the servers' broadcast groups (weight syncs)
 RENDEZVOUS_PORT = 29400  # port where the torchruns of several machines meet

@@ -267,7 +267,7 @@ class _Thread:
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    def put(self, call: Call) -> None:
+    def put(self, call: Call | None) -> None:
         """Queue a call for the tracker, without waiting. If the queue is full, the call is dropped."""
         try:
             # A run never waits for a tracker.
@@ -280,10 +280,7 @@ class _Thread:
     def finish(self) -> None:
         """Queue the last call, which ends the tracker's run, and let the thread end after it."""
         self.put(lambda tracker: tracker.end())
-        try:
-            self._queue.put_nowait(None)
-        except queue.Full:
-            self.dropped += 1
+        self.put(None)
 
     def join(self, timeout_s: float) -> int:
         """Wait for the thread's end, for at most `timeout_s`. Return the number of calls that were not made by then; 0

@@ -40,8 +40,8 @@ from shared.answers import ask
 from shared.errors import ConfigError, DataError
 from shared.masking import bare_url
 from shared.reading import json_in
-from shared.tokens import read_token
-from shared.wire import TOKEN_VARIABLE, ServerStatus
+from shared.tokens import TOKEN_VARIABLE, read_token
+from shared.wire import ServerStatus
 
 POLL_S = 2.0  # seconds between two updates of the page
 MOST_SCENES = 6  # max scenes shown of the newest evaluation

@@ -23,9 +23,10 @@ from shared.errors import (
     ServerMismatchError,
     UnauthorizedError,
 )
+from shared.tokens import TOKEN_VARIABLE
 from shared.validation import first_wrong
 from shared.waits import awake_s
-from shared.wire import NDJSON, TOKEN_VARIABLE, AnswerLine, ErrorBody, RolloutOutput
+from shared.wire import NDJSON, AnswerLine, ErrorBody, RolloutOutput
 
 T = TypeVar("T")
 RETRY_AFTER_S = 1.0  # seconds before a call is repeated, if the busy server sent no Retry-After.

@@ -65,7 +65,7 @@ class Shares:
         found: list[int] = []
         while step < stop and (most is None or len(found) < most):
             left = self._left(epoch)
-            found += left[: self._num_b(step, min(step + len(left), stop))]
+            found += left[: self._num_b(step, min(len(left), stop - step))]
             step, epoch = step + len(left), epoch + 1
         return found[:most]
 
@@ -73,14 +73,13 @@ class Shares:
         """Return the share whose labels `step` learns. Each remaining scheduled Channel-B step needs one of the
         remaining shares; return the first share after these, or the last share if there is none."""
         left = self._left(epoch)
-        num_b = self._num_b(step, min(step + len(left), self._total_steps))
-        return left[min(num_b, len(left) - 1)]
+        return left[min(self._num_b(step, len(left)), len(left) - 1)]
 
     def given_up(self, step: int, epoch: int) -> int:
         """Return the last of the epoch's shares for Channel-B. If `step`, a scheduled Channel-B step, finds no
         rollouts, the labels of this share are learned instead of its rollouts."""
         left = self._left(epoch)
-        return left[self._num_b(step, min(step + len(left), self._total_steps)) - 1]
+        return left[self._num_b(step, len(left)) - 1]
 
     def next_b(self, step: int, *, behind: int = 0) -> int | None:
         """Return the first scheduled Channel-B step from `step` on, after skipping `behind` such steps; None if the run
@@ -91,8 +90,10 @@ class Shares:
         assert scheduled_channel(found, self._b_ratio) == "B"
         return found if found < self._total_steps else None
 
-    def _num_b(self, start: int, stop: int) -> int:
-        return max(0, math.floor(stop * self._ratio) - math.floor(start * self._ratio))
+    def _num_b(self, step: int, num_steps: int) -> int:
+        """Return how many of the `num_steps` steps from `step` on are scheduled Channel-B steps."""
+        stop = min(step + num_steps, self._total_steps)
+        return max(0, math.floor(stop * self._ratio) - math.floor(step * self._ratio))
 
 
 # ---- queue ---------------------------------------------------------------------------------------------------------
@@ -258,10 +259,9 @@ class ShareQueue:
             self._count(samples_returned=len(call.places))
             return [], []
         size = self.samples_per_pack
-        groups = [tuple(call.places[i : i + size]) for i in range(0, len(call.places), size)]
         packs = [
-            Pack(index=self._next_pack + i, share=call.share, places=group, by=call.by)
-            for i, group in enumerate(groups)
+            Pack(index=self._next_pack + i, share=call.share, places=tuple(call.places[at : at + size]), by=call.by)
+            for i, at in enumerate(range(0, len(call.places), size))
         ]
         self._next_pack += len(packs)
         self.queue.extend(packs)
@@ -275,9 +275,8 @@ class ShareQueue:
         self.in_flight = None
 
     def _next_call(self) -> Call | None:
-        """Return the next call; None: no call may start. Calls for shares other than the most urgent one start only
-        while fewer than `start_below` packs wait. A call for a less urgent share makes at most as many packs as fit
-        into the queue."""
+        """Return the next call; None: no call may start. A call for a less urgent share makes at most as many packs as
+        fit into the queue."""
         for urgency, share in enumerate(self._makeable()):
             missing = self._missing(share)
             if not missing:

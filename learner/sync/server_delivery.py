@@ -383,8 +383,7 @@ class ServerDelivery:
         checksum and seal."""
         plan = [bucket.tensors for bucket in self._plan(source)]
         key, dtype = self._groups.seal_key, self._dtype
-        under_way: deque[Sent] = deque()
-        sums, seals = [], []
+        under_way, sums, seals = deque[Sent](), list[torch.Tensor](), list[torch.Tensor]()
         for bucket in sealed_buckets(source, plan, key=key, ver=ver, dtype=dtype, device=self._device):
             if len(under_way) > SENT_AHEAD:
                 await_all(under_way.popleft(), posts, replies=False)

@@ -15,7 +15,7 @@ from pydantic import Field
 from learner.config.modes import ROLLOUT, Rule, uses_servers
 from shared.config.model import Mistake, Section, key, show
 from shared.masking import bare_url
-from shared.wire import TOKEN_VARIABLE
+from shared.tokens import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from learner.config.schema import RunConfig

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.errors import ConfigError
-from shared.tokens import MAX_CHARS, read_token
-from shared.wire import TOKEN_VARIABLE
+from shared.tokens import MAX_CHARS, TOKEN_VARIABLE, read_token
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from learner.detector import answers as detector_answers
 from learner.detector.model import find_model
 from shared.addresses import free_ports
 from shared.errors import ConfigError, ServerUnreachableError
-from shared.wire import TOKEN_VARIABLE
+from shared.tokens import TOKEN_VARIABLE
 
 pytestmark = pytest.mark.slow
 

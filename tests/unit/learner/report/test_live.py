@@ -28,7 +28,7 @@ from learner.config.load import RESOLVED_NAME
 from learner.report import live
 from learner.report.live import Follower, covered, create_app
 from learner.report.read import read_run
-from shared.wire import TOKEN_VARIABLE
+from shared.tokens import TOKEN_VARIABLE
 from tests.proxies import watched_proxy
 from tests.unit.learner.report.fake_run import make_scene, write_run
 from tests.unit.learner.report.test_page import HOSTILE, body_of
