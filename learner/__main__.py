@@ -176,8 +176,8 @@ def init(
 ) -> int:
     """Look at a folder of photographs, and write run.yaml and server.yaml for it.
 
-    It says what it found: format, classes, counts, sizes, and what looks like a mistake. It asks nothing, and replaces
-    no file.
+    The command reports what it found: format, classes, counts, sizes, and what looks like a mistake. It asks nothing,
+    and replaces no file.
     """
     if label_with is not None:
         from learner.missing.first_labels import label
@@ -229,8 +229,8 @@ def recipe(
 ) -> int:
     """Choose the methods and train: sft on completed labels, then grpo if it helps.
 
-    It measures, decides and says why, all in one run directory. Validation decides, so the result is never worse than
-    the start. Each stage is a process, of --nproc ranks. After an interruption the same command continues.
+    The command measures, decides and says why, all in one run directory. Validation decides, so the result is never
+    worse than the start. Each stage is a process, of --nproc ranks. After an interruption the same command continues.
 
     With --only-measure the run's model answers some scenes, without a server, and nothing is trained: features, a
     recommendation, and its reasons are printed.
@@ -336,7 +336,8 @@ def predict(
 ) -> int:
     """Find objects in photographs.
 
-    It writes pictures with boxes, COCO results, a CSV and a page. The exit code is 1 if a photograph could not be read.
+    The command writes pictures with boxes, COCO results, a CSV and a page. The exit code is 1 if a photograph could not
+    be read.
     """
     from learner.detector.command import Options, predict
 
@@ -426,8 +427,8 @@ def evaluate(
 ) -> int:
     """Compare detectors on an annotation file.
 
-    It shows F1 at the best threshold, AP, calibration and classes, with intervals, and the difference of every two
-    detectors.
+    The command shows F1 at the best threshold, AP, calibration and classes, with intervals, and the difference of every
+    two detectors.
     """
     given, answering = _named(predictions, "--predictions"), _named(model, "--model")
     held_out, retained = _named(val_predictions, "--val-predictions"), _named(retain, "--retain")
@@ -566,8 +567,8 @@ def suggest_missing(
     config: ModelConfigOption = None,
     dtype: DtypeOption = "auto",
 ) -> None:
-    """Ask the model several times about each image. It lists the boxes that answers agree on and nobody labelled, best
-    first."""
+    """Ask the model several times about each image. The command lists the boxes that answers agree on and nobody
+    labelled, best first."""
     from learner.detector.command import quiet
     from learner.detector.model import find_model
     from learner.missing.suggest import annotations_of, suggest
@@ -783,8 +784,8 @@ def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:
 
 
 def _nobody_reads() -> bool:
-    """Return True if stdout is a pipe that nobody reads any more. If so, stdout becomes /dev/null, so that Python can
-    flush it at exit without an error."""
+    """Return True if stdout is a pipe that nobody reads any more. In this case stdout becomes /dev/null, so that Python
+    can flush it at exit without an error."""
     poll = select.poll()
     poll.register(_STDOUT, 0)
     if not any(events & select.POLLERR for _, events in poll.poll(0)):

@@ -152,8 +152,8 @@ class Task(Protocol):
         return None
 
     def rewards(self, assignment: Any, names: Collection[str]) -> Mapping[str, float]:
-        """Return those rewards of this task that are in `names` (keys of `reward.weights`), by name. Each is finite,
-        and larger for better answers."""
+        """Return the rewards of this task that are in `names` (keys of `reward.weights`), by name. Each is finite, and
+        larger for better answers."""
         return {}
 
     def prefix_rewards(self, assignment: Any, weights: Mapping[str, float]) -> PrefixRewards | None:

@@ -362,7 +362,7 @@ class Trainer:
         """Save the last whole step after an error, without the other ranks, which may have ended. The unfinished step
         is dropped; its samples come again after the resume."""
         at = self._boundary
-        # At step 0 there is nothing to save: the weights are those of `model.path`.
+        # At step 0 there is nothing to save: the weights are unchanged.
         if at is None or at.state.global_step in (0, self._saved_at):
             return
         for _, p in self.policy.trainable:

@@ -73,14 +73,14 @@ class Gate:
         return True
 
     def leave(self) -> None:
-        """Note that an admitted call has ended, with or without an error."""
+        """Record that an admitted call has ended, with or without an error."""
         assert self.in_flight > 0, "more calls left than entered"
         self.in_flight -= 1
 
     def poison(self, because: str) -> None:
-        """Note that the served weights are wrong. Serving stops at once, unless an update is running."""
+        """Record that the served weights are wrong. Serving stops at once, unless an update is running."""
         self._unsound = True
-        # The first reason is kept, because later reasons are its consequences.
+        # The first reason is kept, because later failures follow from the first one.
         self.poisoned_because = self.poisoned_because or because
         if self.state == "serving":
             self.state = "poisoned"
@@ -91,13 +91,13 @@ class Gate:
             raise self._poisoned()
 
     def open_group(self, incarnation: str) -> None:
-        """Note that a learner opened a group, which replaces any other group. May not be called during an update."""
+        """Record that a learner opened a group, which replaces any other group. May not be called during an update."""
         assert self.update is None, "fail the update before its group is replaced"
         self._awaits_adapter = False
         self.incarnation = incarnation
 
     def close_group(self) -> None:
-        """Note that the group is closed. May not be called during an update."""
+        """Record that the group is closed. May not be called during an update."""
         assert self.update is None, "fail the update before its group is closed"
         self.incarnation = ""
 
@@ -122,7 +122,7 @@ class Gate:
     def begin_update(self, incarnation: str, ver: int, mode: Literal["full", "adapter"]) -> None:
         """Begin an update: new calls wait from now on. If the update is not allowed, raises SyncError and changes
         nothing."""
-        # Nothing has changed yet, so a refused update does not poison.
+        # Nothing has changed yet, so a refused update does not poison the server.
         self.check_update(incarnation, ver, mode)
         self.update = Update(incarnation=incarnation, ver=ver, mode=mode)
         self.state = "draining"
@@ -153,7 +153,8 @@ class Gate:
         self._awaits_adapter = True
 
     def fail(self, because: str) -> None:
-        """End the update as failed. The gate is poisoned, because the weights may be partly overwritten."""
+        """End the update as failed. The gate is poisoned (all calls are refused), because the weights may be partly
+        overwritten."""
         assert self.update is not None, "no update under way"
         self.state, self.poisoned_because, self.update = "poisoned", because, None
         self._awaits_adapter = False
@@ -217,7 +218,7 @@ class WaitingGate:
             outcome = Outcome()
             yield outcome
         except BaseException as error:
-            # A cancelled update poisons too: weights may be half overwritten, and they cannot be restored.
+            # A cancelled update poisons the server too: weights may be half overwritten, and they cannot be restored.
             self.gate.fail(reason(error))
             raise
         else:

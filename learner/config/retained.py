@@ -12,7 +12,7 @@ from learner.config.sections.data import RetainConfig
 
 def retained_configs(config: RunConfig) -> dict[str, RunConfig]:
     """Return the configurations by the entries' names, in the order of `data.retain`. Keys of an entry, such as its
-    format and task, replace those of the run."""
+    format and task, replace the run's keys."""
     return {one.name: _config_of(config, one) for one in config.data.retain}
 
 

@@ -6,8 +6,8 @@ from learner.config.sections.data import DataConfig, SplitConfig
 
 
 def as_read_for(data: DataConfig, split: str) -> DataConfig:
-    """Return the section for reading the split `train`, `val` or `test`. Keys that the split sets replace those of
-    `data`. In the result, `val` and `test` are only paths."""
+    """Return the section for reading the split `train`, `val` or `test`. Keys that the split sets replace the same keys
+    of `data`. In the result, `val` and `test` are only paths."""
     paths = {name: data.path_of(name) for name in ("val", "test")}
     own = {"val": data.val, "test": data.test}.get(split)
     return data.model_copy(update={**paths, **(_own_keys(own) if isinstance(own, SplitConfig) else {})})

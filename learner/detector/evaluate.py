@@ -204,7 +204,7 @@ def _require_free(out: Path) -> None:
 
 
 def _is_evaluation(file: Path) -> bool:
-    """Return True if `evaluate` wrote the file. If so, the page next to the file is from `evaluate` too."""
+    """Return True if `evaluate` wrote the file. In this case the page next to the file is from `evaluate` too."""
     try:
         rows = json_of(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -139,9 +139,10 @@ class ArrivingRows:
     """Packs one step's `number` segments while they arrive. A segment's `place` is its index in the order of requests.
 
     A row is closed as soon as FIFO would close it, or when the last segment has arrived. The row has FIFO's segments,
-    and those other arrived segments that fill it best. FIFO would put these other segments into later rows, so there
-    are never more rows than with FIFO. The segments that remain when the last one arrives are packed together.
-    `in_order`: segments are taken in the order of requests, not of arrival, so that equal segments give equal rows.
+    and the subset of the other arrived segments that fills it best. FIFO would put these other segments into later
+    rows, so there are never more rows than with FIFO. The segments that remain when the last one arrives are packed
+    together. `in_order`: segments are taken in the order of requests, not of arrival, so that equal segments give equal
+    rows.
     """
 
     def __init__(self, capacity: int, *, number: int, in_order: bool = False, share_prompts: bool = False) -> None:

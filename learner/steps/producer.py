@@ -243,7 +243,7 @@ class Producer:
                 self._finish_call(call, segments)
 
     def _begin_call(self) -> Call | None:
-        """Return the next call to make. Return None if no call is permitted. If so, the thread ends, and `_wake` starts
+        """Return the next call to make. Return None if no call is permitted. Then the thread ends, and `_wake` starts
         another thread later."""
         with self._changed:
             if not self._queue.may_start:

@@ -23,7 +23,7 @@ enters the collective in which rank 0 sends the weights. Afterwards each rank ca
 are sent, no rank has a call in flight or starts one.
 
 Invariants, after every event:
-- no place of a share has two rollouts, queued or in flight. If a place's rollout is dropped, the place is rolled out
+- no sample of a share has two rollouts, queued or in flight. If a sample's rollout is dropped, the sample is rolled out
   again, or its labels are learned;
 - all rollouts of a pack come from one version of the weights, because no call spans two versions. Every queued pack is
   at most `version_window` syncs old (`ServedVersion.syncs`), and `take` returns no pack that is more than
@@ -160,7 +160,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pack:
-    """The rollouts of some of a call's places. `index`: the pack's number, counted from 0 on this rank."""
+    """The rollouts of some of a call's samples. `index`: the pack's number, counted from 0 on this rank."""
 
     index: int
     share: int
@@ -243,8 +243,8 @@ class ShareQueue:
         return self.phase == "open" and self.in_flight is None and self._next_call() is not None
 
     def start_call(self) -> Call:
-        """Start a call for the most urgent share that has samples without rollouts: up to `call_size` neighbouring
-        places."""
+        """Start a call for the most urgent share that has samples without rollouts: up to `call_size` consecutive
+        samples."""
         call = self._next_call() if self.in_flight is None else None
         assert call is not None, f"a call was started in phase {self.phase}"
         self.in_flight = call
@@ -352,7 +352,7 @@ class ShareQueue:
         )
 
     def take(self, share: int, step: int) -> list[Pack]:
-        """Return a complete share's packs, in the order of their places, to be learned in `step`. Raises the error
+        """Return a complete share's packs, in the order of their samples, to be learned in `step`. Raises the error
         that ended the queue."""
         self.check()
         packs = sorted((pack for pack in self.queue if pack.share == share), key=lambda pack: pack.places)

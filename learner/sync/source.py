@@ -187,7 +187,7 @@ class ShardedSource:
 
     def named_weights(self, dtype: torch.dtype | None = None) -> NamedWeights:
         if dtype not in self._counts:
-            # The buckets are those of the sync's own plan, so that one collective call gathers exactly one bucket.
+            # The buckets come from the sync's own plan, so that one collective call gathers exactly one bucket.
             self._counts[dtype] = [len(part) for part in plan_buckets(self.weight_specs(dtype), self._bucket_bytes)]
         for number, count in enumerate(self._counts[dtype]):
             # One call gathers one bucket, so at most one bucket's whole tensors are in memory.

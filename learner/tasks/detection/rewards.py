@@ -11,7 +11,7 @@ from 0 to 1 by name, larger for better answers.
     format      1 if the answer is one closed container without a dropped object, else 0
 
 Every match is one-to-one, so a duplicate is a false prediction. Predictions in ignore regions that match nothing do not
-count. An empty answer to a scene without objects is right: 1. The formulas are those in `metrics.py`, for one sample.
+count. An empty answer to a scene without objects is right: 1. The formulas of `metrics.py` are applied to one sample.
 """
 
 from __future__ import annotations

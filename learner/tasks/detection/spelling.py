@@ -79,7 +79,7 @@ class Spelling:
         self._tokens = np.full((1, _NUM_BINS, WINDOW), _NOT_MET, dtype=np.int32)
 
     def are_single(self, numbers: Numbers, token_ids: Ints) -> bool:
-        """Return True if each number is one token. If so, a number's neighbours do not change its tokens."""
+        """Return True if each number is one token. In this case a number's neighbours do not change its tokens."""
         return len(self.single_tokens) > 0 and bool((token_ids[numbers.start] == self.single_tokens[numbers.bin]).all())
 
     def tokens_in_place(self, numbers: Numbers, token_ids: Ints) -> Ints:
