@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -148,29 +148,18 @@ def segment_attention(
     return _batched(q, k, v, where, scale, causal), None
 
 
-class _Kept(Protocol):
-    """torch's context object, with what the forward pass of `Repeated` keeps for its backward pass."""
-
-    num_rows: int
-
-    @property
-    def saved_tensors(self) -> tuple[torch.Tensor, ...]: ...
-
-    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
-
-
 class Repeated(torch.autograd.Function):
     """Returns the rows `x[index]` of a tensor `x` [T, H, D], where a row may be taken several times. The gradients of a
     repeated row are added in float32."""
 
     @staticmethod
-    def forward(ctx: _Kept, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(index)
         ctx.num_rows = x.shape[0]
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: _Kept, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (index,) = ctx.saved_tensors
         # The sum is in float32, because in 16 bits each addition would be rounded.
         total = grad.new_zeros(ctx.num_rows, *grad.shape[1:], dtype=torch.float32)

@@ -119,30 +119,20 @@ class _SharedCall:
     arguments: tuple[object, ...]
 
 
-class ShardedRanks:
+class ShardedRanks(Ranks):
     """The ranks of a sharded model in a sync. `bucket_bytes` is the sync's bucket size, so that one bucket's tensors
     are gathered at a time. Every rank creates the same sources and shared calls, in the same order."""
 
     def __init__(self, ranks: Ranks, *, bucket_bytes: int) -> None:
+        super().__init__(**vars(ranks))
         self.bucket_bytes = bucket_bytes
-        self._ranks = ranks
         self._calls: list[Callable[..., object]] = []
         self._walk: NamedWeights = iter(())  # iterator over the weights that are being sent
 
-    @property
-    def is_main(self) -> bool:
-        return self._ranks.is_main
-
-    def barrier(self) -> None:
-        self._ranks.barrier()
-
-    def all_gather_object(self, value: T) -> list[T]:
-        return self._ranks.all_gather_object(value)
-
-    def broadcast_object(self, value: Any) -> Any:
+    def broadcast_object(self, value: T | None) -> T:
         """Return rank 0's value, on every rank. While a rank waits for the value, it takes part in rank 0's shared
         calls. Raises CollectiveError."""
-        while isinstance(found := self._ranks.broadcast_object(value), _SharedCall):
+        while isinstance(found := super().broadcast_object(value), _SharedCall):
             self._calls[found.index](*found.arguments)
         # The iterator over the weights is dropped. An iterator that was not read to its end would hold tensors until
         # the next sync.
@@ -156,7 +146,7 @@ class ShardedRanks:
 
         def on_all_ranks(*arguments: object) -> T:
             # The announcement keeps collectives in one order: other ranks begin only what rank 0 begins.
-            self._ranks.broadcast_object(_SharedCall(index, arguments))
+            super(ShardedRanks, self).broadcast_object(_SharedCall(index, arguments))
             return call(*arguments)
 
         return on_all_ranks
