@@ -277,7 +277,7 @@ class Server:
 
     def look(self, client: httpx.Client, ready_timeout_s: float) -> None:
         """Check the server once. If the pause before its restart is over, restart it. Print when the server is ready
-        again. If it has ended, plan its next restart, unless it has none left."""
+        again. If the server has ended, plan its next restart, unless no restart is left."""
         now = awake_s()
         if self.given_up:
             return

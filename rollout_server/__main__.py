@@ -109,8 +109,8 @@ def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
     from rollout_server.engine import VllmEngine
 
     print(f"[rollout_server] loading {masked(config.model)}", file=console, flush=True)
-    # A closed terminal sends SIGHUP to all its processes. The engine's processes must ignore it, because running calls
-    # need them until they have ended.
+    # A closed terminal sends SIGHUP to all its processes. The engine's processes must ignore the signal, because
+    # running calls need them until they have ended.
     with held_back(signal.SIGHUP):
         engine = VllmEngine(config)
     # If this server's processes are killed, the next server removes their semaphores from shared memory.

@@ -182,7 +182,8 @@ class Outcome:
 
 
 class WaitingGate:
-    """A gate with waiting calls and updates. `waiting` counts the waiting calls, `gate.in_flight` the calls inside."""
+    """A gate with waiting calls and updates. `waiting` counts the waiting calls, `gate.in_flight` the admitted
+    calls."""
 
     def __init__(self, gate: Gate, *, queue_timeout_s: float, drain_timeout_s: float) -> None:
         self.gate = gate

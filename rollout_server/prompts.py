@@ -74,7 +74,7 @@ class Renderer:
 
     def check_length(self, text: str, share: PixelShare) -> None:
         """Raises PromptTooLongError for a text that cannot fit, usually before all of it is tokenized. Raises
-        RequestError if `share` is closed."""
+        RequestError if `share` (the request's pixels) is closed."""
         most = self.max_model_len
         # Tokenizing one long text took 25 s of CPU. So a text is tokenized in pieces, and refused once it cannot fit.
         if most is None or len(text) <= _PIECE_CHARS:

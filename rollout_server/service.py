@@ -387,7 +387,7 @@ class RecentAnswers(Generic[T]):
 
 
 async def _beside(large: bool, work: Callable[..., T], *arguments: object) -> T:
-    """Return the result of `work`. If `large`, it runs on a thread, so that the event loop can serve other calls."""
+    """Return the result of `work`. If `large`, the work runs on a thread, so the event loop can serve other calls."""
     return await asyncio.to_thread(work, *arguments) if large else work(*arguments)
 
 

@@ -95,7 +95,7 @@ class Fetcher:
         return bytes(data)
 
     def _checked_url(self, url: str, source: str) -> SplitResult:
-        """Return the parts of an allowed URL. Raises MediaError for any other. The fetch uses these parts, because
+        """Return the parts of an allowed URL. Raises MediaError for any other URL. The fetch uses these parts, because
         parsing the URL again could give another host."""
         try:
             parts = urlsplit(url)

@@ -21,7 +21,7 @@ MIN_CHARS = 4
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 
 _known: dict[str, str] = {}  # each secret value -> `${NAME}` of its variable
-_pattern: re.Pattern[str] | None = None  # has one group per value, in the order of `_known`
+_pattern: re.Pattern[str] | None = None  # matches any secret; has a group per value of `_known`
 
 
 def is_secret(name: str) -> bool:

@@ -46,7 +46,7 @@ def derived_gas(config: RunConfig, world_size: int) -> int:
 
 def tensor_parallel_size(config: RunConfig, world_size: int) -> int:
     """Return the number of devices per colocated engine (R04): the value of the key. If the user has not set the key
-    and there is one rank, it is 1."""
+    and there is one rank, the size is 1."""
     vllm = config.rollout_matching.vllm
     # The specified default of 4 would be refused with a single rank.
     if world_size == 1 and "tensor_parallel_size" not in vllm.model_fields_set:

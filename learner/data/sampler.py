@@ -60,7 +60,7 @@ class DistributedSampler:
 
     @property
     def per_epoch(self) -> int:
-        """Return the number of micro-batches in an epoch; the smaller last one counts as one."""
+        """Return the number of micro-batches in an epoch; the smaller last micro-batch is counted too."""
         return -(-self.num_places // self.global_batch)
 
     def global_size(self, position: int) -> int:

@@ -273,7 +273,7 @@ def model_folder(path: Path) -> Path:
     steps = {
         int(match[1]): entry
         for entry in path.glob("checkpoint-*")
-        # A folder may be named like a checkpoint and be none.
+        # A folder may have a checkpoint's name without being one.
         if (match := _CHECKPOINT.fullmatch(entry.name)) and _is_model(entry)
     }
     if (found := kept(path) or steps.get(max(steps, default=0))) is not None:

@@ -184,8 +184,8 @@ def _in_bins(box: ScoredBox, sample: Sample) -> DetectionObject:
 
 
 def _key_of(model: ModelFiles, path: str) -> str:
-    """Return the key of the run's `data` section that has `path`: `val` or `test`. Return `train` if neither has it, or
-    if `data.train` has it too."""
+    """Return the key of the run's `data` section that has `path`: `val` or `test`. Return `train` if neither key has
+    it, or if `data.train` has it too."""
     held_out = ("val", "test") if model.run is not None and model.run.data.train != path else ()
     return next((key for key in held_out if model.run is not None and model.run.data.path_of(key) == path), "train")
 

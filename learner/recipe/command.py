@@ -2,8 +2,8 @@
 
 The recipe's process decides which stage to run, and writes `recipe.json`. Each stage runs in a process of its own
 (`rollout-learner train`, under torchrun if there are several ranks), because a process can start an engine on the GPU
-only once. The recipe's process waits for the stage's process, and reads the results from the stage's folder. It does
-not import torch.
+only once. The recipe's process waits for the stage's process, and reads the results from the stage's folder. This
+module does not import torch.
 
 The files on disk decide which stage is run next. If the command is given again, ended stages are not repeated. A killed
 stage continues from its newest checkpoint. If the recipe's process ends, the stage's process ends too.

@@ -155,7 +155,7 @@ class Record:
         return sum(stage.seconds for stage in self.stages)
 
     def write(self, root: Path) -> None:
-        """Write `recipe.json` in the recipe's folder `root`. Raises OutputError if that fails."""
+        """Write `recipe.json` in the recipe's folder `root`. Raises OutputError if writing fails."""
         stages = [asdict(stage) | {"gained": stage.gained, "lost": stage.lost} for stage in self.stages]
         write_atomically(root / RECIPE, json.dumps(asdict(self) | {"stages": stages}, indent=1) + "\n")
 

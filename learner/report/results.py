@@ -296,7 +296,7 @@ def retained_table(progress: Progress, *, named: bool = False) -> Table | None:
 
 def metrics_table(runs: Sequence[Progress], *, only: Sequence[str] = ()) -> Table | None:
     """Return a table of the metrics before and after training: all measured metrics, or only the metrics in `only`.
-    None if there are none."""
+    None if there are no metrics."""
     several = len(runs) > 1
     columns = [("Before" if runs[0].after else "One evaluation", runs[0].before)]
     columns += [(p.run.name if several else "After", p.after) for p in runs if p.after]
@@ -369,7 +369,7 @@ class ConfusionMatrix:
 
     source: str
     columns: Sequence[str]
-    rows: Sequence[tuple[str, int, Sequence[tuple[int, str]]]]  # (name, sum, for each column (count, kind of the cell))
+    rows: Sequence[tuple[str, int, Sequence[tuple[int, str]]]]  # (true name, sum, (count, kind of cell) per column)
 
 
 def confusion_matrix(progress: Progress) -> ConfusionMatrix | None:

@@ -22,7 +22,7 @@ class Callbacks:
     """The callbacks of a run, in the order of `training.callbacks`."""
 
     def __init__(self, config: RunConfig, ranks: Ranks) -> None:
-        """Import the callback classes, on every rank. Raises ConfigErrors if one cannot be imported."""
+        """Import the callback classes, on every rank. Raises ConfigErrors if a callback cannot be imported."""
         self._config, self._ranks, self._parts = config, ranks, callback_classes(config)
         self._made: list[tuple[str, Callback]] = []
         self._has_failed = False

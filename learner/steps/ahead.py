@@ -353,7 +353,7 @@ class Stage2Ahead(Stage2Steps):
         yield from rows
 
     def _rows(self, packs: Sequence[Sequence[Segment]]) -> list[PackedRow]:
-        """Return as few rows as the packs of each version need. No row mixes versions (R25)."""
+        """Return as few rows as the packs of each version need. All rollouts of a row have the same version (R25)."""
         by_ver = sorted(packs, key=lambda pack: pack[0].ver or 0)
         versions = groupby(by_ver, key=lambda pack: pack[0].ver)
         return [row for _, group in versions for row in self._parts.row_maker.rows([s for pack in group for s in pack])]

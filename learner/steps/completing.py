@@ -323,6 +323,6 @@ def _added(sample: Sample) -> dict[str, list[list[object]]]:
 
 def read_label(entry: Sequence[Any]) -> DetectionObject:
     """Return a completed label from its entry in `labels/step_N.json`."""
-    desc, kind, bins, (found, answers, *_), *image = entry  # files of earlier versions have a weight, too
+    desc, kind, bins, (found, answers, *_), *image = entry  # earlier versions wrote a weight too
     votes = Votes(int(found), int(answers))
     return DetectionObject(str(desc), kind, tuple(map(int, bins)), votes, *map(int, image))

@@ -306,7 +306,8 @@ class ShareQueue:
         return [place for place in range(self._size(share)) if place not in there]
 
     def _least_useful(self) -> Pack:
-        """Return the oldest pack of the shares other than the most urgent one. If there is none, return the oldest."""
+        """Return the oldest pack of the shares other than the most urgent one. If there is no such pack, return the
+        oldest pack."""
         # Among equally old packs, the pack of the latest share is dropped, because that share is learned last.
         return min(self.queue, key=lambda pack: (pack.share == self.wanted[0], pack.by.syncs, -pack.share, pack.index))
 

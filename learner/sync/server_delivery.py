@@ -328,7 +328,7 @@ class ServerDelivery:
         # The canary (fixed answers) is scored before servers pause and buckets are sent. So no other thread waits for
         # the device while the learner's pass is captured as a CUDA graph.
         learner = self._scores(mode) if items else NO_SCORES
-        # Scores that are not finite raise here, before any server pauses.
+        # Scores that are not finite raise an error here, before any server pauses.
         expected = (
             self._canary.expected(self._groups.incarnation, ver, learner.logprobs, self._dtype) if items else None
         )

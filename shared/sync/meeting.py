@@ -213,7 +213,8 @@ class _Door:
             link.send(guest.challenge)
         except OSError:
             self._drop(guest)
-        # The oldest guest is dropped. A rank of the group is not among the oldest, because it sends its proof at once.
+        # The oldest guest (a connection without proof) is dropped. A rank of the group is not among the oldest, because
+        # it sends its proof at once.
         if len(self._guests) > MAX_GUESTS:
             self._drop(next(iter(self._guests.values())))
 

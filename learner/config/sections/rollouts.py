@@ -52,7 +52,7 @@ def spelled_out(values: Mapping[str, object]) -> tuple[Mapping[str, object], dic
             at[last], written[SHORT[name]] = copy.deepcopy(value), f"{KEY}.{name}"
     if isinstance(filled, Document):
         for long, short in written.items():
-            # Mistakes name the line of the short name, because the file has no other.
+            # Mistakes name the line of the short name, because the file has no line with the long name.
             lines = {long + at.removeprefix(short): line for at, line in filled.lines.items() if at.startswith(short)}
             filled.lines = {**filled.lines, **lines}
     return filled, written

@@ -35,7 +35,7 @@ def read_voc(source: Source) -> tuple[Path, Iterator[RawRecord]]:
 
 
 class VocImages:
-    """Finds the images of XML files in a folder and its sub-folders. Image paths start at `root`."""
+    """Finds the images of XML files in a folder and its sub-folders. Image paths are relative to `root`."""
 
     def __init__(self, folder: Path, source: Source) -> None:
         near = [

@@ -227,7 +227,8 @@ def design(
     features: NDArray[np.float64], names: Sequence[str], *, knots: Mapping[str, Sequence[float]], classes: Sequence[str]
 ) -> NDArray[np.float64]:
     """Return the columns [N, D] of the regression: a constant, then each feature as a piecewise linear function, then
-    for each class a constant and a slope over the area. Outside its knots a piecewise linear function is constant."""
+    for each class a constant and a slope over the area. The piecewise linear functions are constant outside their
+    knots."""
     columns = [np.ones(len(features))]
     area = np.zeros(len(features))
     for i, name in enumerate(FEATURES):
