@@ -147,8 +147,7 @@ def named(field: str) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        what = f"{field}: {error.what}"
-        raise type(error)(what, found=error.found, wanted=error.wanted, remedy=error.remedy) from error
+        raise error.named(field) from error
 
 
 class VllmEngine:

@@ -79,6 +79,12 @@ class ProjectError(Exception):
         self.http_status = http_status
         return self
 
+    def named(self, who: str) -> Self:
+        """Return a copy of the error whose text begins with `who`."""
+        again = type(self)(f"{who}: {self.what}", found=self.found, wanted=self.wanted, remedy=self.remedy)
+        again.__cause__ = self
+        return again
+
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions cross process boundaries (DataLoader workers, engine workers). By default pickle rebuilds them from
         # `args` alone, without the keyword-only parts.

@@ -58,14 +58,9 @@ def error_of(response: httpx.Response, base_url: str) -> ProjectError:
     """Return the error in the body of a failed call, with the server's URL in front. If the body is no `ErrorBody`, the
     HTTP status decides which error is returned."""
     try:
-        return from_server(ErrorBody.model_validate_json(response.content), base_url)
+        return ErrorBody.model_validate_json(response.content).to_exception().named(base_url)
     except ValidationError:
         return _error_by_status(response, base_url)
-
-
-def from_server(body: ErrorBody, base_url: str) -> ProjectError:
-    error = body.to_exception()
-    return type(error)(f"{base_url}: {error.what}", found=error.found, wanted=error.wanted, remedy=error.remedy)
 
 
 def retry_after_s(response: httpx.Response) -> float:
@@ -148,7 +143,7 @@ class Answers:
     def _take_line(self, content: bytes) -> None:
         line = read_reply(content, _LINE, self._base_url, "/infer/")
         if line.error is not None:
-            raise from_server(line.error, self._base_url)
+            raise line.error.to_exception().named(self._base_url)
         if line.output is None or line.index not in self._missing:
             raise RolloutError(
                 f"{self._base_url}: malformed answer at /infer/",

@@ -211,13 +211,6 @@ def cancel(posts: Posts) -> None:
         post.cancel()
 
 
-def named(error: ProjectError, who: str) -> ProjectError:
-    """Return a copy of the error whose text begins with `who`."""
-    again = type(error)(f"{who}: {error.what}", found=error.found, wanted=error.wanted, remedy=error.remedy)
-    again.__cause__ = error
-    return again
-
-
 def _raise_cause(sent: Sent, posts: Posts) -> None:
     """Raise the error that made `sent` or `posts` fail, if any failed. If a connection broke, all ranks report only
     that it broke. So this function waits up to CAUSE_GRACE_S for the error of the server that broke it."""
@@ -247,7 +240,7 @@ def _errors(futures: Iterable[Future[T]]) -> list[BaseException]:
 
 def _errors_on_the_wire(sent: Sent) -> list[BaseException]:
     return [
-        named(error, group.name) if isinstance(error, ProjectError) else error
+        error.named(group.name) if isinstance(error, ProjectError) else error
         for group, future in sent
         for error in _errors([future])
     ]

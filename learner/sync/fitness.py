@@ -14,7 +14,6 @@ from learner.data.prompt import PromptCheck, check_prompt_prefix
 from learner.rollout.client import LAST_LOOK_S, ServerClient
 from learner.rollout.membership import Member
 from learner.rollout.server_backend import ServerBackend
-from learner.sync.broadcast_groups import named
 from learner.sync.canary import CanaryItem, score_items
 from learner.sync.source import SyncRanks
 from shared.aio import gather
@@ -112,7 +111,7 @@ def check_prompt(base_url: str, item: CanaryItem, reply: ScoreReply) -> None:
     try:
         check_prompt_prefix(item.prompt.token_ids, reply.prompt_token_ids[0], item.sample.sample_id)
     except PromptMismatchError as error:
-        raise named(error, base_url) from error
+        raise error.named(base_url) from error
 
 
 def check_new(member: Member, status: ServerStatus, others: Sequence[tuple[Member, ServerStatus]]) -> None:
