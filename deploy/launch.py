@@ -168,8 +168,8 @@ class Processes:
 
 @contextmanager
 def supervised() -> Iterator[Processes]:
-    """Yield a `Processes` whose processes are all stopped at the end of the block, also if SIGTERM, Ctrl-C or a closed
-    terminal ends the block (KeyboardInterrupt)."""
+    """Yield a `Processes` whose processes are all stopped at the end of the `with` block, also if SIGTERM, Ctrl-C or a
+    closed terminal ends the block (KeyboardInterrupt)."""
     processes = Processes()
     signals = stop_signals()
     previous = [signal.signal(signum, processes.interrupt) for signum in signals]

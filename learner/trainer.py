@@ -56,7 +56,7 @@ class Boundary:
 @contextmanager
 def start_set_aside() -> Iterator[Callable[[], None]]:
     """Yield a function to call after each step. The function's first call exempts all objects that exist then from
-    garbage collection, until the context ends. Cycles of such objects are freed only after that."""
+    garbage collection, until the context ends. Cycles of such objects are freed only after the context's end."""
     set_aside = False
 
     def after_step() -> None:

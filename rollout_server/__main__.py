@@ -125,7 +125,7 @@ def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
 
 
 def _temporary_folder() -> str:
-    """Make the folder for the temporary files of this server's processes. Among them are vLLM's sockets and torch's
+    """Make the folder for the temporary files of this server's processes. The files include vLLM's sockets and torch's
     files for process groups, which nobody else deletes. The folder is removed when the server ends; after SIGKILL the
     next server that starts removes it."""
     around = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_FOLDER else tempfile.gettempdir()

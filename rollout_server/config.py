@@ -44,8 +44,8 @@ RESERVED_ENGINE_ARGS = frozenset(
         "max_num_seqs",
         "model",
         # `quantization` is refused. An FP8 model's scores may differ from the learner's by 0.3 nats per token, so the
-        # check after a sync (canary) would have to tolerate that. A small model with a wrong layer can differ by less,
-        # and would pass the check.
+        # check after a sync (canary) would have to tolerate such a difference. A small model with a wrong layer can
+        # differ by less, and would pass the check.
         "quantization",
         "quantization_config",
         "seed",

@@ -378,8 +378,8 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _rendered(self, request: RolloutInferRequest) -> AsyncIterator[Prompt]:
-        """Yield the rendered prompt. The prompt's images stay in memory until the block ends. Cancelling stops their
-        decoding."""
+        """Yield the rendered prompt. The prompt's images stay in memory until the `with` block ends. Cancelling stops
+        their decoding."""
         with contextlib.closing(self._renderer.decoders.share()) as share:
             yield await self._on_thread(self._renderer.render, request, share)
 

@@ -194,7 +194,7 @@ class WaitingGate:
 
     @asynccontextmanager
     async def call(self) -> AsyncIterator[int]:
-        """Let a call in until the block ends; yields the version that serves it.
+        """Let a call in until the `async with` block ends; yields the version that serves it.
 
         Raises ServerPoisonedError, or ServerBusyError if the wait for an update took too long.
         """

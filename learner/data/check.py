@@ -80,8 +80,8 @@ def check_split(config: RunConfig, split: str, path: str, *, key: str = "") -> C
     mistakes = [Mistake.of(error, key) for error in found.bad.errors]
     if mistakes and (hint := found.bad.reach.hint()):
         wanted, remedy = "numbers in the unit that is read", "look at the photographs with their boxes"
-        # If boxes are read in a wrong unit, most other mistakes follow from that. So the mistake about the unit comes
-        # first.
+        # If boxes are read in a wrong unit, most other mistakes follow from the wrong unit. So the mistake about the
+        # unit comes first.
         mistakes.insert(0, Mistake(path=key, found=hint, wanted=wanted, remedy=remedy))
     more = found.bad.num_errors - len(mistakes)
     if more:

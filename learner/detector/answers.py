@@ -178,8 +178,8 @@ class Answers:
     def _require_same_weights(self, url: str, status: ServerStatus) -> None:
         """Raises ServerMismatchError if the server's weights are not the weights of `--model`: prompt and calibration
         were made for the weights of `--model` only."""
-        # Weights that a run has synced are in no file, and an adapter's file is not the merged model. Neither can be
-        # compared.
+        # Weights that a run has synced are in no file, and an adapter's file is not the merged model. These weights
+        # cannot be compared.
         if status.ver or not status.weights or self._model.has_adapter:
             return
         if checkpoint_digest(str(self._model.folder)) != status.weights:

@@ -247,8 +247,8 @@ def only_its_files(folder: Path) -> Iterator[tuple[Path, list[str]]]:
 
 @contextmanager
 def merged(model: ModelFiles) -> Iterator[Path]:
-    """Yield a folder with the whole model. A model with an adapter is merged into a folder that the block's end
-    deletes."""
+    """Yield a folder with the whole model. A model with an adapter is merged into a folder that the end of the `with`
+    block deletes."""
     if not model.has_adapter:
         yield model.folder
         return

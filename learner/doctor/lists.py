@@ -1,8 +1,8 @@
 """`rollout-learner split --config run.yaml --out DIR`: lists the photographs that a run trains on and is evaluated on.
 
 In: a configuration, whose splits may be percents of one folder. Out: a list `train.txt`, and `val.txt` and `test.txt`
-if there are such splits. Each has one path per line. For YOLO labels, a `data.yaml` that names these lists is written
-too, so that a YOLO trainer learns from the same photographs.
+if there are such splits. Each list has one path per line. For YOLO labels, a `data.yaml` that names these lists is
+written too, so that a YOLO trainer learns from the same photographs.
 """
 
 from __future__ import annotations

@@ -141,8 +141,8 @@ class SideStream:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Launch the block's work on the side stream. The work runs after all work that the current stream has so
-        far."""
+        """Launch the work of the `with` block on the side stream. The work runs after all work that the current stream
+        has so far."""
         if self._stream is None:
             # The stream is made at first use. torch gives out 32 streams in turn. The engine got its streams earlier,
             # to capture CUDA graphs, so this stream is a different one.

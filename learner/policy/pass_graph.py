@@ -115,7 +115,7 @@ def _differs(notes: Notes, run: Pass, before: torch.Tensor) -> str:
 
 @contextmanager
 def _no_waits() -> Iterator[None]:
-    """Make torch raise RuntimeError for operations in the block that wait for the CUDA device."""
+    """Make torch raise RuntimeError for operations in the `with` block that wait for the CUDA device."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         # torch warns that this mode may not see every wait.

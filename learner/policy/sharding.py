@@ -147,7 +147,8 @@ def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def collective_errors() -> Iterator[None]:
-    """Raise CollectiveError instead of torch's error if a collective in the block fails because a rank is missing."""
+    """Raise CollectiveError instead of torch's error if a collective in the `with` block fails because a rank is
+    missing."""
     try:
         yield
     except RuntimeError as error:

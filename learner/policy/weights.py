@@ -128,8 +128,8 @@ def as_sent(
     replaced: Sequence[tuple[str, torch.nn.Module]] | None = None,
     checksums: bool = True,
 ) -> Iterator[Checksums]:
-    """Let forward passes in the block use the weights as they are sent: rounded to `dtype` (None: not rounded), and
-    with adapters merged into them if `merged`, as in `CheckpointWeights.named_weights(dtype)`.
+    """Let forward passes in the `with` block use the weights as they are sent: rounded to `dtype` (None: not rounded),
+    and with adapters merged into them if `merged`, as in `CheckpointWeights.named_weights(dtype)`.
 
     The passes compute in the precision of training. A module's weights are replaced only while the module computes, so
     the memory for one more layer is needed, not for one more model. A sharded model's weights are whole at that time.

@@ -72,7 +72,8 @@ def compare(policy: Policy, task: DetectionTask, assignment: Assignment, forced:
     pieces = policy.tokenizer.convert_ids_to_tokens(forced.target.token_ids)
     is_coordinate = [piece.startswith("<|coord_") for piece in pieces]
     kinds = np.where(is_coordinate, "coordinates", np.where(is_name, "names", "structure"))[-length:]
-    # Only the objects' running numbers may differ. If one has more tokens, the two texts do not line up.
+    # Only the objects' running numbers may differ. If a number has more tokens in one text, the two texts do not line
+    # up.
     if not (kinds[~same] == "structure").all():
         return None
     nats = _nats(policy, forced.prompt, own)

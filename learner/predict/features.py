@@ -92,8 +92,8 @@ def estimates(measured: Measured) -> dict[str, FeatureEstimate]:
 
 
 def _train(measured: Measured) -> dict[str, Floats]:
-    """Return the features of the training scenes, by name. Each has [1 + NUM_DRAWS] values: of all scenes, then of each
-    resample."""
+    """Return the features of the training scenes, by name. Each feature has [1 + NUM_DRAWS] values: of all scenes, then
+    of each resample."""
     sampled, greedy = measured.sampled, measured.train.greedy
     sums = _sums_of(len(greedy))
     of_greedy = columns_of(sums(greedy))

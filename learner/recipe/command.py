@@ -173,8 +173,8 @@ class StageProcess:
     @classmethod
     @contextmanager
     def listening(cls, nproc: int, environment: Mapping[str, str]) -> Iterator[Self]:
-        """Yield a StageProcess. Until the end of the block the StageProcess handles the stop signals that this process
-        gets."""
+        """Yield a StageProcess. Until the end of the `with` block the StageProcess handles the stop signals that this
+        process gets."""
         made = cls(nproc, environment)
         before = {signum: signal.signal(signum, made._asked) for signum in stop_signals()}
         try:

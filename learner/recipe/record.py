@@ -63,8 +63,8 @@ class StageResult:
     before: Mapping[str, float]  # metrics of the first evaluation, on validation
     after: Mapping[str, float]  # metrics of the best evaluation, on validation
     metric: str  # name of the metric that decides which weights are best.
-    # Labels are missing, and the model with which the stage began could add none. Earlier versions of the
-    # project wrote the key `invents`.
+    # Labels are missing, and the model with which the stage began could add no labels. Earlier versions of the project
+    # wrote the key `invents`.
     cannot_complete: Annotated[bool, Field(validation_alias=AliasChoices("cannot_complete", "invents"))] = False
 
     @property

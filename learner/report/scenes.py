@@ -345,7 +345,7 @@ def _opened(image: str, roots: Sequence[Path]) -> Image.Image | None:
         try:
             return images.load(images.resolve(image, root))
         except MediaError:
-            # The image may be in the next folder. If it is in no folder, the page says so.
+            # The image may be in the next folder. If the image is in no folder, the page says so.
             continue
     return None
 

@@ -48,8 +48,8 @@ _SHOWN = {name: f"image/{name.lower()}" for name in ("JPEG", "PNG", "GIF", "WEBP
 
 
 def page_app(*, host: str = LOOPBACK, body_bytes: int = 0) -> FastAPI:
-    """Return an application without routes. `host`: the address at which it will listen. A request whose body is larger
-    than `body_bytes` is refused (413), and at most `body_bytes` of it are read."""
+    """Return an application without routes. `host`: the address at which the application will listen. A request whose
+    body is larger than `body_bytes` is refused (413), and at most `body_bytes` of it are read."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*_NAMES, host], www_redirect=False)
     # The middleware added last is the outermost one. So `_Guard` also adds its headers to error responses of the other

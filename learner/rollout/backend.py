@@ -150,8 +150,8 @@ def begin_record(
 
 @contextmanager
 def recorded(record: RolloutCallLog, on_call: Callable[[RolloutCallLog], None] | None) -> Iterator[None]:
-    """Measure the time of one `generate_window`, which runs in the block. At the end, also after an error, write its
-    seconds into `record` and call `on_call(record)`."""
+    """Measure the time of one `generate_window`, which runs in the `with` block. At the end, also after an error, write
+    its seconds into `record` and call `on_call(record)`."""
     begin = time.monotonic()
     try:
         yield
@@ -163,8 +163,8 @@ def recorded(record: RolloutCallLog, on_call: Callable[[RolloutCallLog], None] |
 
 @contextmanager
 def local_call(record: RolloutCallLog, asked: Requests, *, name: str) -> Iterator[None]:
-    """Add one call to `record`: the block, which generates in the learner's own process. The record has `name` instead
-    of a server's URL."""
+    """Add one call to `record`: the `with` block, which generates in the learner's own process. The record has `name`
+    instead of a server's URL."""
     begin, error_text = time.monotonic(), ""
     try:
         yield

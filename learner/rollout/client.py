@@ -349,7 +349,7 @@ class ServerClient:
 
     @asynccontextmanager
     async def _errors(self, path: str, read_s: float) -> AsyncIterator[None]:
-        """Raise DeadlineError or ServerUnreachableError instead of an error of httpx in the block, which calls
+        """Raise DeadlineError or ServerUnreachableError instead of an error of httpx in the `with` block, which calls
         `path`."""
         try:
             yield

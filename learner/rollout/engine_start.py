@@ -76,8 +76,8 @@ def inspecting_here() -> Iterator[None]:
 
 @contextmanager
 def keeping_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the random generators of Python, NumPy and torch after the block. vLLM seeds all these generators when it
-    starts, and may later use torch's generator."""
+    """Restore the random generators of Python, NumPy and torch after the `with` block. vLLM seeds all these generators
+    when it starts, and may later use torch's generator."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -89,8 +89,8 @@ def keeping_random_state(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def keeping_compiler_variables() -> Iterator[None]:
-    """Restore COMPILER_VARIABLES after the block. With vLLM's values the learner's compiled layers would be stored in
-    the folder of vLLM's model, and a run with other engine settings would compile them again.
+    """Restore COMPILER_VARIABLES after the `with` block. With vLLM's values the learner's compiled layers would be
+    stored in the folder of vLLM's model, and a run with other engine settings would compile them again.
 
     Triton's kernels are copied from vLLM's folder to this process's folder."""
     before = {name: os.environ.get(name) for name in COMPILER_VARIABLES}

@@ -117,8 +117,8 @@ class StopRequest:
 
     @contextmanager
     def held_off(self) -> Iterator[None]:
-        """Delay interruptions until the end of the block, which writes a checkpoint and waits for no other rank. After
-        `timeout_s` the process ends even inside the `with` block."""
+        """Delay interruptions until the end of the `with` block, which writes a checkpoint and waits for no other rank.
+        After `timeout_s` the process ends even inside the `with` block."""
         self._is_held_off = True
         try:
             yield

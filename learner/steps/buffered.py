@@ -64,8 +64,8 @@ class BufferedSteps(FreshSteps):
         super().restore(state)
 
     def _begin_window(self, window: Sequence[Upcoming]) -> None:
-        """In an E-step, make the window's rollouts. In an M-step, which learns the same rollouts again, make none. Then
-        set the metrics."""
+        """In an E-step, make the window's rollouts. In an M-step, which learns the same rollouts again, make no
+        rollouts. Then set the metrics."""
         if not self._is_midway:
             self._due_before = super()._due_on_resume()
             self._window, self._made_at, self._kept = self._repeater.next_step.window, self._global_step, []

@@ -297,8 +297,8 @@ class ShareQueue:
         """Return the wanted shares that may be rolled out now, the most urgent first: those that will be learned at
         most `version_window` syncs from now."""
         every = self.bounds.sync_every
-        # Packs of later shares would be too old when they are learned. When they were made all the same, every second
-        # Channel-B step found no usable pack.
+        # Packs of later shares would be too old when they are learned. In a run that made them, every second Channel-B
+        # step found no usable pack.
         return self.wanted[: max(0, every - self.taken) + self.bounds.version_window * every]
 
     def _missing(self, share: int) -> list[int]:

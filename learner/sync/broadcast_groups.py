@@ -96,7 +96,7 @@ class ServerGroup:
 
 
 Post = tuple[ServerLink, Future[Any]]
-# HTTP calls to servers. Each has the future of its answer.
+# HTTP calls to servers. Each call has the future of its answer.
 Posts = Sequence[Post]
 # Operations that may be unfinished (joining a group, or a broadcast), each with its group.
 Sent = Sequence[tuple[ServerGroup, Future[Any]]]

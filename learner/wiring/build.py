@@ -68,8 +68,8 @@ def train(config: RunConfig, *, environment: Mapping[str, str]) -> int:
 
 @contextmanager
 def joined_ranks(config: RunConfig, environment: Mapping[str, str]) -> Iterator[Ranks]:
-    """Yield the ranks of a run, joined until the end of the block. Raises ConfigError before they join, if the user's
-    parts, the trackers or the model's family cannot be used."""
+    """Yield the ranks of a run, joined until the end of the `with` block. Raises ConfigError before they join, if the
+    user's parts, the trackers or the model's family cannot be used."""
     check_parts(config)
     check_folder(config.model.path, key="model.path", allow_untested=config.model.allow_untested_family)
     with told_before_the_first_step():

@@ -2,10 +2,10 @@
 
 In: the parsed answers to one image, the greedy answer first, then K sampled answers (K may be 0). Out: candidates with
 scores. A candidate is a box of the greedy answer, or a cluster of boxes of sampled answers that the greedy answer lacks
-(`agreement.py`). Each has `FEATURES`: probabilities of its tokens, agreement of the answers, size and position. A
-`Calibration`, fitted on validation images (`calibrate.py`), turns features into the probability that the box is right:
-IoU at least 0.5 with an object of the same name. Without a calibration the score only ranks boxes: it rises with the
-probability of their tokens.
+(`agreement.py`). A candidate has `FEATURES`: probabilities of its tokens, agreement of the answers, size and position.
+A `Calibration`, fitted on validation images (`calibrate.py`), turns features into the probability that the box is
+right: IoU at least 0.5 with an object of the same name. Without a calibration the score only ranks boxes: it rises with
+the probability of their tokens.
 
 A calibration is a logistic regression over piecewise linear functions of the features. `calibration.json` in the folder
 of the weights has one calibration for each K that was measured. No side effects.
