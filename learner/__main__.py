@@ -197,7 +197,7 @@ def train(
     check: Annotated[bool, typer.Option("--check", help="The same as the command `check`.")] = False,
     probe: Annotated[bool, typer.Option("--probe", help="With --check: ask the rollout servers too.")] = False,
     world_size: Annotated[int | None, typer.Option("--world-size", help="With --check: number of ranks.")] = None,
-    stage: Annotated[bool, typer.Option("--stage", hidden=True)] = False,  # for a recipe's stages
+    stage: Annotated[bool, typer.Option("--stage", hidden=True)] = False,  # set by a recipe for its stages
 ) -> int:
     """Train. This process is one rank; torchrun starts several."""
     if not check and (probe or world_size is not None):

@@ -218,7 +218,7 @@ def sampling_params(config: RequestConfig, seed: int | None) -> SamplingParams:
         logprobs=0 if config.logprobs else None,  # 0: only the sampled token's log-probability.
         # Flat lists: an object and a dict per token would slow down Python's garbage collector.
         flat_logprobs=config.logprobs,
-        skip_special_tokens=False,  # the text shows every token
+        skip_special_tokens=False,  # the text shows special tokens
         spaces_between_special_tokens=False,
         # Only stop strings need the text token by token. Decoding the text once, at the end, is much cheaper.
         detokenize=bool(config.stop),

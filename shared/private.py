@@ -112,6 +112,6 @@ def remove_semaphores(folder: Path) -> bool:
         return True
     ended = [pid for pid in pids if not Path(f"/proc/{pid}").exists()]
     for file in (file for pid in ended for file in SHARED_MEMORY.glob(f"sem.loky-{pid}-*")):
-        with contextlib.suppress(OSError):  # the file belongs to another user
+        with contextlib.suppress(OSError):  # fails if another user owns the file
             file.unlink()
     return len(ended) == len(pids)

@@ -150,7 +150,7 @@ class RequestConfig(ClientModel):
     max_tokens: int | None = Field(
         default=512, ge=1, le=2**31 - 1, description="null: as many as the model's context has room for"
     )
-    temperature: FiniteFloat = Field(default=0.0, ge=0.0, le=2.0, description="0: greedy")  # vLLM's own limit is 2
+    temperature: FiniteFloat = Field(default=0.0, ge=0.0, le=2.0, description="0: greedy")  # vLLM's max is 2 too
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=-1, ge=-1, le=2**31 - 1, description="-1 and 0: off")
     min_p: FiniteFloat = Field(default=0.0, ge=0.0, le=1.0)

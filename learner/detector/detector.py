@@ -92,7 +92,7 @@ class Detector:
         self._first = FirstReader(self.model.folder, settings, unit, self._pieces) if unit is not None else None
         self._images = Images(ImageRules())
         self._is_open = False
-        self.heard: Callable[[ParsedRollout], object] | None = None  # gets each parsed greedy answer
+        self.heard: Callable[[ParsedRollout], object] | None = None  # is called with each parsed greedy answer
 
     def __enter__(self) -> Self:
         if not self._is_open:

@@ -39,7 +39,7 @@ from shared.reading import is_file
 PROMPT = '<image>List every object as JSON: [{\\"bbox_2d\\": [x1, y1, x2, y2], \\"label\\": \\"...\\"}, ...]'
 LARGEST_PART = 4  # if there are few photographs, one in four is held out
 _PERCENTS = (*range(10, 100), *range(9, 0, -1))  # percents to hold out; the first that is enough is taken
-_MAX_PIXELS = 2 << 20  # in pixels: 2,048 visual tokens
+_MAX_PIXELS = 2 << 20  # as many pixels as 2,048 visual tokens
 _LEAST_PIXELS = 1 << 18
 _TOKENS_PER_BOX = 40
 _LARGE_GIB = 30  # min memory of a GPU for a 4B model with LoRA and vLLM on the same GPU (bench.cards)

@@ -303,7 +303,7 @@ class Dispatcher(Generic[R]):
                 self._start(index, batch)
         # With 512 servers the loop below takes 45 ms of CPU, and most answers do not need it.
         full = [server for server in self._servers if server.waiting]
-        if not full:  # the usual case after an answer
+        if not full:  # after most answers no request waits
             return
         for index, server in enumerate(self._servers):
             while server.free > 0 and not server.waiting:

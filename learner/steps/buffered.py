@@ -73,7 +73,7 @@ class BufferedSteps(FreshSteps):
         self._metrics = {
             "rollout_buffer/window": float(self._repeater.next_step.window),
             "rollout_buffer/m_step": float(self._repeater.next_step.m_step),
-            "rollout_buffer/rollout_age": float(self._global_step - self._made_at),  # updates since the rollouts
+            "rollout_buffer/rollout_age": float(self._global_step - self._made_at),  # age of the rollouts, in updates
         }
 
     def _rows(self, batch: MicroBatch, micro_step_idx: int) -> list[PackedRow]:

@@ -201,7 +201,7 @@ class EngineDelivery:
         expected = learner.logprobs
         waited = time.perf_counter() - began
         self._parts["scores"] += waited
-        self._parts["canary"] = self._parts.get("canary", 0.0) - waited  # the canary's time includes it
+        self._parts["canary"] = self._parts.get("canary", 0.0) - waited  # the canary's time contains this wait
         return self._canary.compare(expected, reply, NAME, self._engine.dtype)
 
 

@@ -179,7 +179,7 @@ class TokenPieces:
 
     def text(self, token_ids: Sequence[int]) -> TokenText:
         """Return the text of `token_ids`, with the end of each token."""
-        ids = np.frombuffer(pack(f"{len(token_ids)}q", *token_ids), dtype=np.int64)  # twice as fast as np.fromiter
+        ids = np.frombuffer(pack(f"{len(token_ids)}q", *token_ids), dtype=np.int64)  # half the time of np.fromiter
         lengths = self.lengths(ids)
         at = ranges(self._begins.take(ids, mode="clip"), lengths)
         return TokenText(ids, self._bytes.take(at).tobytes(), lengths.cumsum())

@@ -113,7 +113,7 @@ def read_coco(source: Source) -> tuple[Path, Iterator[RawRecord]]:
         folder = _near_folder([image.file_name for image in coco.images[:1]], source)
         for image in coco.images:
             found = by_image.get(image.id, ())
-            if "categories" in broken:  # unreadable categories were reported already
+            if "categories" in broken:  # a mistake of unreadable categories was reported already
                 found = [annotation for annotation in found if annotation.category_id in names]
             place = Place(source.file, f"image {image.id}")
             _check_size(image, place, source)
@@ -327,7 +327,7 @@ def outline_of(segmentation: object, size: Size | None, max_pixels: int) -> list
         if size is None:
             raise ValueError("a `size` that is not [height, width]")
         mask = mask_of(segmentation, *size, max_pixels)
-        return ring_of(shapely.simplify(_shape_of(mask), _TOLERANCE)) or [0.0] * 6  # six zeros have no area
+        return ring_of(shapely.simplify(_shape_of(mask), _TOLERANCE)) or [0.0] * 6  # a polygon without area
     if not isinstance(segmentation, list):
         raise ValueError("neither polygons nor run lengths")
     rings = [numbers(ring) for ring in segmentation]

@@ -97,7 +97,7 @@ class Spelling:
         start, end, own, lead, wanted = numbers
         lengths = self._pieces.lengths(token_ids)
         ends = lengths.cumsum()
-        tail = ends[end - 1] - (ends - lengths)[start] - lead - self._lengths[own]  # bytes after the number
+        tail = ends[end - 1] - (ends - lengths)[start] - lead - self._lengths[own]  # number of bytes after the number
         before = np.where(lead > 0, token_ids[start], NO_TOKEN)
         last = np.where(tail > 0, token_ids[end - 1], NO_TOKEN)
         columns = [column.tolist() for column in (before, lead, last, tail, token_ids[end])]
