@@ -213,7 +213,7 @@ class CheckpointStore:
 
     def _agreed(self, where: str) -> Path:
         """Return the path of the checkpoint that all ranks load; for "latest", rank 0's newest one. Raises
-        CheckpointError if there is none."""
+        CheckpointError if there is no checkpoint."""
         latest = self.latest() if where == "latest" and self.ranks.is_main else None
         # The name is put into a tuple, because `broadcast_object` does not accept None.
         (name,) = self.ranks.broadcast_object((latest.name if latest else None,))

@@ -67,7 +67,7 @@ class StepSyncs:
 
     def agree(self, step: int) -> None:
         """Let all ranks agree on the servers that are still used, and log each server that has joined or left.
-        Collective. Raises ServerError if too few are left."""
+        Collective. Raises ServerError if too few generators are left."""
         for change in self.sync.agree() if self.sync is not None else ():
             self._journal.server(change, step=step)
 
