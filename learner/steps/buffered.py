@@ -5,8 +5,8 @@ and keeps the rows. The window's other steps are M-steps. An M-step learns the s
 rollouts, syncs or packing. `WindowRepeater` hands out the window's micro-batches again in each M-step, so an M-step
 takes no new samples.
 
-Invariants: steps get copies of the kept rows, so no step changes the rows of the next. The packing buffer changes in
-E-steps only. An M-step raises an error if its micro-batch is not the micro-batch of the kept rows. The buffer is not
+Invariants: steps get copies of the kept rows, so no step changes the rows of the next step. The packing buffer changes
+in E-steps only. An M-step raises an error if its micro-batch is not the micro-batch of the kept rows. The buffer is not
 part of a checkpoint. A run resumed in the middle of a window begins with an E-step: it makes rollouts of all samples of
 the window, and of the samples that earlier windows carried into it. Evaluations do not use this buffer.
 """

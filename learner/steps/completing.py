@@ -115,7 +115,7 @@ class LabelCompletion:
         self._done_at: int | None = None
 
     def is_due(self, global_step: int) -> bool:
-        """Return True if labels are completed before this step. Equal on all ranks."""
+        """Return True if labels are completed before this step. The value is equal on all ranks."""
         if self._done_at is None:
             return True
         every = self._settings.refresh

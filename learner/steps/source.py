@@ -48,7 +48,8 @@ class StepSource(Protocol):
     """Hands out one rank's rows, step by step. The subclasses differ in how they make the rows."""
 
     def wants_sync(self, global_step: int) -> bool:
-        """Return True if the servers should have the present weights before this step. Equal on all ranks."""
+        """Return True if the servers should have the present weights before this step. The value is equal on all
+        ranks."""
         ...
 
     def postpones_sync(self, global_step: int) -> bool:
@@ -87,8 +88,8 @@ class StepSource(Protocol):
         return []
 
     def state(self) -> dict[str, object]:
-        """The run's position in its data, as JSON for a checkpoint. Call it between two steps. Equal on all ranks.
-        Collective.
+        """The run's position in its data, as JSON for a checkpoint. Call it between two steps. The position is equal on
+        all ranks. Collective.
 
         `batches`: the dataloader's state. `carried`: for each rank the samples to learn in addition to the
         dataloader's. `stage2`: only in `stage2_ab_training`.
@@ -134,7 +135,7 @@ class FreshSteps(StepSource):
         self._gradient_accumulation_steps, self._ranks, self._drains_at = gradient_accumulation_steps, ranks, drains_at
         self._encoder, self._clock = encoder, clock
         # Samples that were not learned before the checkpoint, as (epoch, sample id). The first micro-batch after a
-        # resume gets them.
+        # resume gets these samples.
         self._owed: list[tuple[int, str]] = []
         self._first_owed = 0  # index of this rank's first owed sample among all ranks' owed samples
         self._global_step = 0  # number of the step that began last

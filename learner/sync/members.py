@@ -165,7 +165,7 @@ class ReturnWatch:
                 self._watching = self._backend.loop.submit(self._watch())
 
     def refused(self, member: Member) -> None:
-        """Note that a server failed a sync. After the first failure a server may return at once. After later failures
+        """Record that a server failed a sync. After the first failure a server may return at once. After later failures
         it must wait, each time longer."""
         wait_s = back_off_s(member.failures - 1, BACK_OFF_S, MAX_BACK_OFF_S) if member.failures > 1 else 0.0
         with self._lock:

@@ -268,7 +268,7 @@ class ServerDelivery:
         if key not in self._learner:
             began = time.perf_counter()
             scores = self._canary.scorer(self._dtype, mode == "full")
-            scores.read()  # waits until the device has computed them
+            scores.read()  # waits until the device has computed the scores
             self._learner[key] = scores
             self._num_scored[key] += 1
             self._parts["scores"] = self._parts.get("scores", 0.0) + time.perf_counter() - began
