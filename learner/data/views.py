@@ -10,7 +10,7 @@ import base64
 import io
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from PIL import Image
 
@@ -76,7 +76,7 @@ def sent_images(sample: Sample, images: Images) -> list[str]:
     MediaError."""
     if sample.view is None:
         return list(sample.images)
-    return [_data_url(render(sample.view, sample.images[0], images), "PNG")]
+    return [data_url(render(sample.view, sample.images[0], images))]
 
 
 def with_small_images(sample: Sample, images: Images, side: int) -> Sample:
@@ -84,7 +84,7 @@ def with_small_images(sample: Sample, images: Images, side: int) -> Sample:
     pictures = [one.resize((min(one.width, side), min(one.height, side))) for one in open_images(sample, images)]
     if not pictures:
         return sample
-    urls = tuple(_data_url(picture, "PNG") for picture in pictures)
+    urls = tuple(data_url(picture) for picture in pictures)
     sizes = tuple(picture.size for picture in pictures) if sample.sizes else ()
     return replace(sample, images=urls, width=pictures[0].width, height=pictures[0].height, view=None, sizes=sizes)
 
@@ -99,7 +99,7 @@ def shown_images(sample: Sample) -> list[str]:
     except MediaError:
         return []
     picture.thumbnail((_SHOWN_SIDE, _SHOWN_SIDE))
-    return [_data_url(picture, "JPEG")]
+    return [data_url(picture, "JPEG")]
 
 
 def shown_sizes(sample: Sample) -> dict[str, object]:
@@ -108,7 +108,8 @@ def shown_sizes(sample: Sample) -> dict[str, object]:
     return {"width": sample.width, "height": sample.height, **sizes}
 
 
-def _data_url(picture: Image.Image, kind: str) -> str:
+def data_url(picture: Image.Image, kind: Literal["PNG", "JPEG"] = "PNG") -> str:
+    """Return a picture as a string. A PNG is stored without loss."""
     buffer = io.BytesIO()
     picture.save(buffer, kind, **({"compress_level": 1} if kind == "PNG" else {"quality": _QUALITY}))
     return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"

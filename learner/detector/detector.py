@@ -14,7 +14,6 @@ rises with the probability of their tokens.
 from __future__ import annotations
 
 import base64
-import io
 import mimetypes
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple, Self
 from PIL import Image
 
 from learner.data.tiles import Tile, tiles_of
+from learner.data.views import data_url
 from learner.detector.answers import Answers, AnswerSettings
 from learner.detector.boxes import Prediction, ScoredBox, in_pixels, merge
 from learner.detector.first_boxes import FirstReader
@@ -172,7 +172,7 @@ class Detector:
             else:
                 picture = self._images.load(image.source)
                 tiles = tiles_of(picture.width, picture.height, self.tile)
-                sources = [self._sent(image.source), *(_png(picture.crop(tile)) for tile in tiles[1:])]
+                sources = [self._sent(image.source), *(data_url(picture.crop(tile)) for tile in tiles[1:])]
                 named = zip(sources, tiles, strict=True)
                 samples = [self._sample(str(image.id), source, tile) for source, tile in named]
             # `num_tokens` raises an error if the model cannot take the shape of the image.
@@ -214,7 +214,8 @@ class Detector:
         if self.asked.server is None or path is None or not path.is_file():
             return source
         # The server may be on another machine, or may not read this folder.
-        return _data_url(path.read_bytes(), mimetypes.guess_type(path.name)[0] or "image/jpeg")
+        kind = mimetypes.guess_type(path.name)[0] or "image/jpeg"
+        return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
     def _sample(self, name: str, source: str, tile: Tile) -> Sample:
         return Sample(
@@ -277,16 +278,5 @@ def _asks(line: Mapping[int, InputImage]) -> dict[int, list[int]]:
 
 def _input(number: int, image: Photograph) -> InputImage:
     if isinstance(image, Image.Image):
-        return InputImage(id=number, source=_png(image.convert("RGB")), name=f"image {number}")
+        return InputImage(id=number, source=data_url(image.convert("RGB")), name=f"image {number}")
     return InputImage(id=number, source=str(image), name=Path(str(image)[-200:]).name)
-
-
-def _png(picture: Image.Image) -> str:
-    """Return an image as a string, without loss."""
-    file = io.BytesIO()
-    picture.save(file, format="PNG", compress_level=1)
-    return _data_url(file.getvalue(), "image/png")
-
-
-def _data_url(content: bytes, kind: str) -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"

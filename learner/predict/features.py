@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.tasks.detection.metrics import METRICS, columns_of
+from learner.tasks.detection.metrics import METRICS, columns_of, ratio
 
 Floats = NDArray[np.float64]
 Counts = Floats  # [..., len(metrics.COLUMNS)]
@@ -112,18 +112,18 @@ def _train(measured: Measured) -> dict[str, Floats]:
         "reward_std": spread_sums[:, 0] / spread_sums[:, 2],
         "no_signal": spread_sums[:, 1] / spread_sums[:, 2],
         "name_errors": METRICS[F1_ANY](of_greedy) - METRICS[F1](of_greedy),
-        "count_ratio": _ratio(of_greedy["predictions"], of_greedy["truth"]),
+        "count_ratio": ratio(of_greedy["predictions"], of_greedy["truth"]),
         "duplicate_rate": METRICS["duplicate_rate"](of_greedy),
         "parse_rate": METRICS["parse_rate"](of_greedy),
-        "nats_train": _ratio(nats[:, 0], nats[:, 1]),
+        "nats_train": ratio(nats[:, 0], nats[:, 1]),
     }
     found["headroom"] = found["f1_best"] - found["f1_greedy"]
     if measured.gaps is not None:
         labels, free, right = sums(measured.gaps).T
-        found |= {"missing_labels": _ratio(right, labels + right), "unlabelled_right": _ratio(right, free)}
+        found |= {"missing_labels": ratio(right, labels + right), "unlabelled_right": ratio(right, free)}
     exposure = sums(measured.exposure)  # [1 + resamples, kinds of tokens, 3]
     return found | {
-        name: _ratio(exposure[:, i, 0] - exposure[:, i, 1], exposure[:, i, 2]) for i, name in enumerate(KIND_NAMES)
+        name: ratio(exposure[:, i, 0] - exposure[:, i, 1], exposure[:, i, 2]) for i, name in enumerate(KIND_NAMES)
     }
 
 
@@ -132,7 +132,7 @@ def _validation(split: MeasuredSplit, train: Mapping[str, Floats]) -> dict[str, 
     independently of the training scenes. `train`: the features of the training scenes."""
     sums = _sums_of(len(split.greedy), seed=1)
     nats = sums(split.nats)
-    found = {"f1_val": METRICS[F1](columns_of(sums(split.greedy))), "nats_val": _ratio(nats[:, 0], nats[:, 1])}
+    found = {"f1_val": METRICS[F1](columns_of(sums(split.greedy))), "nats_val": ratio(nats[:, 0], nats[:, 1])}
     return found | {
         "overfit_nats": found["nats_val"] - train["nats_train"],
         "overfit_f1": train["f1_greedy"] - found["f1_val"],
@@ -153,17 +153,12 @@ def _scene_f1(counts: Counts, hits: str, ignored: str) -> Floats:
     `ignored`: names of the columns of right and of ignored predictions."""
     columns = columns_of(counts)
     total = columns["predictions"] - columns[f"{ignored}@0.50"] + columns["truth"]
-    return np.where(total > 0, _ratio(2 * columns[f"{hits}@0.50"], total), 1.0)
+    return np.where(total > 0, ratio(2 * columns[f"{hits}@0.50"], total), 1.0)
 
 
 def _best(sampled: Counts, scene_f1: Floats) -> Counts:
     """Return the counts [N, columns] of each scene's answer with the highest F1; the first one if several have it."""
     return sampled[np.arange(len(sampled)), scene_f1.argmax(axis=1)]
-
-
-def _ratio(above: Floats, below: Floats) -> Floats:
-    """Return `above / below`, and 0 where `below` is 0."""
-    return np.divide(above, below, out=np.zeros_like(above, dtype=np.float64), where=below > 0)
 
 
 def _estimate(values: Floats) -> FeatureEstimate:

@@ -149,8 +149,9 @@ def evaluate_counts(table: CountTable) -> dict[str, float]:
     return {name: float(metric(totals)) for name, metric in METRICS.items()}
 
 
-def _ratio(above: NDArray[np.float64], below: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
+def ratio(above: NDArray[np.float64], below: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return `above / below`, and 0 where `below` is 0."""
+    return np.divide(above, below, out=np.zeros_like(above, dtype=np.float64), where=below > 0)
 
 
 def _judged(t: Totals, hits: str, threshold: float) -> NDArray[np.float64]:
@@ -159,11 +160,11 @@ def _judged(t: Totals, hits: str, threshold: float) -> NDArray[np.float64]:
 
 
 def _f1_at(hits: str, threshold: float) -> Metric:
-    return lambda t: _ratio(2 * t[f"{hits}@{threshold:.2f}"], _judged(t, hits, threshold) + t["truth"])
+    return lambda t: ratio(2 * t[f"{hits}@{threshold:.2f}"], _judged(t, hits, threshold) + t["truth"])
 
 
 def _precision_at(hits: str, threshold: float) -> Metric:
-    return lambda t: _ratio(t[f"{hits}@{threshold:.2f}"], _judged(t, hits, threshold))
+    return lambda t: ratio(t[f"{hits}@{threshold:.2f}"], _judged(t, hits, threshold))
 
 
 def _fm_at(hits: str, threshold: float) -> Metric:
@@ -177,7 +178,7 @@ def _f1_over_thresholds(hits: str) -> Metric:
 
 
 def _share(above: str, below: str) -> Metric:
-    return lambda t: _ratio(t[above], t[below])
+    return lambda t: ratio(t[above], t[below])
 
 
 METRICS: Mapping[str, Metric] = {
@@ -196,7 +197,7 @@ METRICS: Mapping[str, Metric] = {
     "usable_rate": _share("usable", "samples"),
     "unclosed_rate": _share("unclosed", "samples"),
     "truncation_rate": _share("length_stopped", "samples"),
-    "object_parse_rate": lambda t: _ratio(
+    "object_parse_rate": lambda t: ratio(
         t["predictions"], t["predictions"] + sum(t[f"drop/{reason}"] for reason in DROP_REASONS)
     ),
     "duplicate_rate": _share("duplicates", "predictions"),
