@@ -35,7 +35,7 @@ from PIL import Image, UnidentifiedImageError
 from shared.errors import MediaError
 from shared.fetching import Fetcher
 from shared.image_rules import SHOWN_CHARS, ImageRules, check_bytes, media_error, short
-from shared.reading import is_utf8
+from shared.reading import is_file, is_utf8
 
 __all__ = ["FIVE_WAYS", "FORMATS", "ImageRules", "Images", "media_error", "short"]
 
@@ -277,7 +277,7 @@ def _way_of(source: str, folder: Path = Path()) -> Way:
         return "http"
     if start.startswith("file://"):
         return "file"
-    if _looks_like_image(source) and not _is_file(folder, source):
+    if _looks_like_image(source) and not (len(source) < _LONGEST_PATH and is_file(folder / source)):
         return "base64"
     return "path"
 
@@ -288,13 +288,6 @@ def _looks_like_image(text: str) -> bool:
     try:
         return _SIGNATURE.match(base64.b64decode(head, validate=True)) is not None
     except (binascii.Error, ValueError):
-        return False
-
-
-def _is_file(folder: Path, source: str) -> bool:
-    try:
-        return len(source) < _LONGEST_PATH and (folder / source).is_file()
-    except (OSError, ValueError):
         return False
 
 

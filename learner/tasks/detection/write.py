@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from learner.records import DetectionObject, ParsedRollout, Sample
-from learner.tasks.detection.bins import arity_is_right, canonical_key, encloses_something
+from learner.tasks.detection.bins import arity_is_right, canonical_key, has_area
 from learner.tasks.detection.grammar import NUM_BINS, Grammar
 from learner.tasks.task import SerializedTail, text_fault
 from shared.errors import DataError
@@ -122,15 +122,6 @@ def _geometry_fault(obj: DetectionObject) -> tuple[str, str, str] | None:
         return found, f"bins in 0..{NUM_BINS - 1}", remedy
     if not arity_is_right(obj.kind, obj.bins):
         return found, "4 numbers for a box, an even number of at least 6 for a polygon", remedy
-    if not encloses_something(obj.kind, obj.bins) or not _has_area(obj):
+    if not has_area(obj.kind, obj.bins):
         return found, "x1 < x2 and y1 < y2 in bins, and an area above 0", remedy
     return None
-
-
-def _has_area(obj: DetectionObject) -> bool:
-    if obj.kind == "bbox_2d":
-        # `encloses_something` is True here, so a box has an area.
-        return True
-    from learner.tasks.detection.geometry import area  # imported here: boxes need no shapely
-
-    return area(obj) > 0
