@@ -141,7 +141,8 @@ def sample_of(
 
 
 def _detected(desc: str, coords: Sequence[float], width: int, height: int) -> DetectionObject:
-    kind, place = _kind(coords), f"{desc!r} at {', '.join(f'{value:g}' for value in coords)}"
+    kind: GeometryKind = "bbox_2d" if len(coords) == 4 else "poly"
+    place = f"{desc!r} at {', '.join(f'{value:g}' for value in coords)}"
     if kind == "poly" and (len(coords) < 6 or len(coords) % 2):
         wanted = "four numbers of a box, or x and y of three points or more"
         raise DataError("an object has no place", found=place, wanted=wanted, remedy="correct it")
@@ -155,10 +156,6 @@ def _detected(desc: str, coords: Sequence[float], width: int, height: int) -> De
         remedy = "give left, top, right, bottom; not width and height"
         raise DataError("an object has no area", found=place, wanted=wanted, remedy=remedy)
     return DetectionObject(desc, kind, to_bins(coords, width, height))
-
-
-def _kind(coords: Sequence[float]) -> GeometryKind:
-    return "bbox_2d" if len(coords) == 4 else "poly"
 
 
 def rollout_of(

@@ -130,7 +130,11 @@ class Decoders:
         share.take(sum(num_pixels for num_pixels, _ in looks))
         # The wait for free pixels does not count as decoding time.
         deadline = Deadline(DECODE_S)
-        return [_image(self._ask(_DECODE, data, source, share, deadline)) for source, data in encoded]
+        answers = (self._ask(_DECODE, data, source, share, deadline) for source, data in encoded)
+        return [
+            Image.frombytes("RGB", _NUMBERS.unpack_from(answer), memoryview(answer)[_NUMBERS.size :])
+            for answer in answers
+        ]
 
     def close(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -262,11 +266,6 @@ def _receive(link: socket.socket, num_bytes: int, check: Callable[[], None] = la
         if view:
             check()
     return data
-
-
-def _image(answer: bytearray) -> Image.Image:
-    size = _NUMBERS.unpack_from(answer)
-    return Image.frombytes("RGB", size, memoryview(answer)[_NUMBERS.size :])
 
 
 # ---- process ---------------------------------------------------------------------------------------------------------

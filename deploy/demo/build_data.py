@@ -123,14 +123,10 @@ def _make_chunk(job: tuple[Build, Split, Path, int, int]) -> list[dict[str, Any]
             rng = np.random.default_rng([*key, 1])
             objects = _drop_labels(rng, objects, request.annotation_dropout)
             if rng.random() < request.annotation_cap_share:
-                objects = _first_in_reading_order(objects, request.annotation_cap)
+                # The annotator goes from top to bottom and stops after `annotation_cap` objects.
+                objects = tuple(sorted(objects, key=lambda item: (item.box[1], item.box[0]))[: request.annotation_cap])
         rows.append(_row(f"{split}-{i:06d}", name, objects, style.canvas))
     return rows
-
-
-def _first_in_reading_order(objects: tuple[SceneObject, ...], cap: int | None) -> tuple[SceneObject, ...]:
-    """Return the labels of an annotator who goes from top to bottom and stops after `cap` objects."""
-    return tuple(sorted(objects, key=lambda item: (item.box[1], item.box[0]))[:cap])
 
 
 def _drop_labels(

@@ -88,7 +88,8 @@ def draw_before_and_after(before: Path, after: Path, out: Path) -> list[Path]:
     """Draw test scenes twice, next to each other: with the predictions of the model `before`, and of the run `after`,
     both made by `Detector`. The scenes that gained most right boxes from the run's first evaluation to its last are
     drawn."""
-    first, last = (_scenes(path) for path in (_evaluations(after)[0], _evaluations(after)[-1]))
+    scenes = [map(json.loads, _evaluations(after)[i].read_text().splitlines()) for i in (0, -1)]
+    first, last = ({scene["id"]: scene for scene in own} for own in scenes)
     gain = {key: _num_right(last[key]) - _num_right(scene) for key, scene in first.items()}
     chosen = sorted(gain, key=lambda key: (-gain[key], key))[:NUM_PICTURES]
     images = [first[key]["images"][0] for key in chosen]
@@ -173,10 +174,6 @@ def _evaluations(run: Path) -> list[Path]:
 
 def _step_of(evaluation: Path) -> int:
     return int(evaluation.stem.removeprefix("step_"))
-
-
-def _scenes(path: Path) -> dict[str, dict[str, Any]]:
-    return {scene["id"]: scene for scene in map(json.loads, path.read_text().splitlines())}
 
 
 def _answered(model: Path, annotations: Path) -> CountTable:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -220,9 +221,5 @@ def _area(obj: DetectionObject, coords: Sequence[float]) -> float:
     if obj.kind == "bbox_2d":
         x1, y1, x2, y2 = coords
         return (x2 - x1) * (y2 - y1)
-    return abs(sum(x0 * y1 - x1 * y0 for (x0, y0), (x1, y1) in _edges(coords))) / 2
-
-
-def _edges(coords: Sequence[float]) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
     points = list(zip(coords[0::2], coords[1::2], strict=True))
-    yield from zip(points, [*points[1:], points[0]], strict=True)
+    return abs(sum(x0 * y1 - x1 * y0 for (x0, y0), (x1, y1) in pairwise([*points, points[0]]))) / 2

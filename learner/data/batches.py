@@ -246,7 +246,8 @@ class Batches(Iterator[MicroBatch]):
             if behind >= self._pool.lookahead:
                 return
             if other != position:
-                behind += _cost(self._submit(other))
+                # If empty parts counted 0, any number of micro-batches could be read ahead.
+                behind += max(1, len(self._submit(other).indices))
 
     def _submit(self, position: int) -> Share:
         share, samples = self._share(position)
@@ -327,12 +328,6 @@ def encoder_pool(config: RunConfig, encoder: Encoder, *, samples_per_micro_batch
         samples_per_micro_batch=samples_per_micro_batch,
         timeout_s=config.training.collective_timeout_s,
     )
-
-
-def _cost(share: Share) -> int:
-    """Return how many samples this rank's part of a micro-batch counts against the look-ahead limit; at least 1."""
-    # If empty parts counted 0, any number of micro-batches could be read ahead.
-    return max(1, len(share.indices))
 
 
 def fewest_micro_batches(steps: int, per_epoch: int, *, gradient_accumulation_steps: int, m_steps: int) -> int:

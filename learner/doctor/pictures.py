@@ -44,17 +44,13 @@ def draw_pictures(config: RunConfig, samples: Sequence[Sample], number: int, out
             index = place * len(samples) // number
             seen = [samples[index]] if augmenter is None else [samples[index], augmenter(index, 0)]
             picture = side_by_side([picture for sample in seen for picture in _labelled(sample, images)])
-            paths.append(out / _name(place, samples[index]))
+            readable = "".join(c if c.isalnum() or c in "-_." else "-" for c in samples[index].sample_id)[:80]
+            paths.append(out / f"{place + 1:03d}-{readable}.jpg")
             with writing(paths[-1]):
                 picture.save(paths[-1], format="JPEG", quality=_QUALITY)
     except ProjectError as error:
         raise ConfigErrors(mistakes=[Mistake.of(error, OPTION)]) from error
     return paths
-
-
-def _name(place: int, sample: Sample) -> str:
-    readable = "".join(c if c.isalnum() or c in "-_." else "-" for c in sample.sample_id)[:80]
-    return f"{place + 1:03d}-{readable}.jpg"
 
 
 def _labelled(sample: Sample, images: Images) -> list[Image.Image]:

@@ -179,7 +179,9 @@ class AdapterWeights:
         adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
         layers = {name: layer for name, layer in adapted.items() if not _is_idle(layer)}
         names = _checkpoint_names(model, layers)
-        self.obstacle = _obstacle(model, layers) or _unnamed(layers.keys() - names.keys())
+        unnamed = layers.keys() - names.keys()
+        fused = f"the checkpoint stores {min(unnamed)} fused with others" if unnamed else ""
+        self.obstacle = _obstacle(model, layers) or fused
         self._layers = {names[name]: layer for name, layer in layers.items() if name in names}
         self.rank = max((r for layer in layers.values() for r in layer.r.values()), default=0)
 
@@ -249,7 +251,3 @@ def _checkpoint_names(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> d
         for name, tensor in weights.items()
         if id(tensor) in stored
     }
-
-
-def _unnamed(modules: set[str]) -> str:
-    return f"the checkpoint stores {min(modules)} fused with others" if modules else ""

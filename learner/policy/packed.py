@@ -78,10 +78,11 @@ def pack_inputs(
     grids = torch.cat([v.image_grid_thw for v in vision]) if vision else None  # [I, 3]
     input_ids, written = _input_ids(pieces, model)
     weights = _gather([s.loss_weights for s in segments], supervised)
+    max_patches = int(grids[:, 1:].prod(-1).max()) if grids is not None else 0
     return PackedInputs(
         input_ids=to_device(input_ids, device),
         position_ids=to_device(_positions(pieces, model), device),
-        layout=_layout(pieces, device, shared=row.share_prompts, max_patches=_max_patches(grids)),
+        layout=_layout(pieces, device, shared=row.share_prompts, max_patches=max_patches),
         pixel_values=torch.cat([to_device(v.pixel_values, device) for v in vision]) if vision else None,
         image_grid_thw=to_device(grids, device) if grids is not None else None,
         written_image_tokens=to_device(written, device) if written is not None else None,
@@ -157,10 +158,6 @@ def hidden_states(model: PreTrainedModel, inputs: PackedInputs) -> torch.Tensor:
 def image_token_id(model: PreTrainedModel) -> int | None:
     """Return the id of the image placeholder; None for a text-only model."""
     return getattr(model.config, "image_token_id", None)
-
-
-def _max_patches(grids: torch.Tensor | None) -> int:
-    return int(grids[:, 1:].prod(-1).max()) if grids is not None else 0
 
 
 def _blank_image(model: PreTrainedModel) -> tuple[Segment, ...]:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from learner.records import Activity, DetectionObject, StepResult
+from learner.records import Activity, DetectionObject
 from learner.report.charts import (
     Bar,
     Chart,
@@ -121,13 +121,10 @@ def named_charts(run: RunRecord) -> dict[str, Chart | None]:
     }
 
 
-def _value(step: StepResult, key: str) -> float:
-    """Return the step's metric `key`, or its field of that name; NaN if it has neither."""
-    return step.metrics.get(key, getattr(step, key, math.nan))
-
-
 def _points(run: RunRecord, key: str, channel: str = "AB") -> list[Point]:
-    return [(float(s.global_step), _value(s, key)) for s in run.steps if s.channel in channel]
+    """Return each step's metric `key`, or its field of that name; NaN if it has neither."""
+    steps = [step for step in run.steps if step.channel in channel]
+    return [(float(step.global_step), step.metrics.get(key, getattr(step, key, math.nan))) for step in steps]
 
 
 def _lines(run: RunRecord, title: str, *lines: NamedLine, unit: str = "", y_max: float | None = None) -> Chart | None:

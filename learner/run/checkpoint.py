@@ -283,7 +283,8 @@ class CheckpointStore:
         save_file(generators, work / RNG)
         stored = asdict(content.state) | {"config_digest": self.config_digest, "world_size": self.ranks.world_size}
         (work / STATE).write_text(json.dumps(stored, indent=2))
-        (work / MANIFEST).write_text(json.dumps(_manifest(work), indent=2))
+        manifest = {str(p.relative_to(work)): _entry(p) for p in sorted(work.rglob("*")) if p.is_file()}
+        (work / MANIFEST).write_text(json.dumps(manifest, indent=2))
         _sync_to_disk(work)
 
     def remove(self, path: Path) -> None:
@@ -367,10 +368,6 @@ def _generator_state(ranks: Ranks) -> dict[str, torch.Tensor]:
     if ranks.device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(ranks.device)
     return state
-
-
-def _manifest(folder: Path) -> dict[str, dict[str, int | str]]:
-    return {str(p.relative_to(folder)): _entry(p) for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def _entry(path: Path) -> dict[str, int | str]:

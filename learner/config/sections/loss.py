@@ -86,7 +86,8 @@ def preset_advice(config: RunConfig) -> str | None:
         or loss.function is not None
     ):
         return None
-    chosen = RECOMMENDED if loss.preset == "recommended" else {name: _default(name) for name in RECOMMENDED}
+    defaults = {name: LossConfig.model_fields[name].default for name in RECOMMENDED}
+    chosen = RECOMMENDED if loss.preset == "recommended" else defaults
     if any(getattr(loss, name) != value for name, value in chosen.items()):
         return None
     if loss.preset == "recommended":
@@ -98,10 +99,6 @@ def preset_advice(config: RunConfig) -> str | None:
         "loss.preset: specified teaches a good model not to end (F1 0.523 to 0.305 in one experiment); take "
         "loss.preset: recommended if labels leave objects out or the model is good already"
     )
-
-
-def _default(name: str) -> object:
-    return LossConfig.model_fields[name].default
 
 
 def keeping_what_was_cut(config: RunConfig) -> Iterator[Mistake]:

@@ -313,7 +313,7 @@ def test_a_failed_save_leaves_the_earlier_one_and_no_debris(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_manifest", full)
+        patch.setattr(checkpoint, "_entry", full)
         with pytest.raises(CheckpointError, match="No space left"):
             store.save(policy, optimizer, TrainerState(global_step=2))
     assert store.latest() == first
