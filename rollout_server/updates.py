@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from shared.errors import (
     RequestError,
     SyncError,
 )
-from shared.sync.buckets import num_bucket_bytes
+from shared.sync.buckets import WeightsDigest, num_bucket_bytes
 from shared.waits import Deadline, time_limit
 from shared.wire import (
     BUCKETS,
@@ -96,7 +95,7 @@ class WeightUpdates:
         self._under_way: asyncio.Task[object] | None = None
         self._expected: ExpectScoresCall | None = None
         self._expected_came = asyncio.Event()
-        self._full_weights = engine.weights  # the digest of the last full update
+        self._digest = WeightsDigest(engine.weights)
 
     async def open_group(self, call: InitCommunicatorCall) -> None:
         """Join the learner's group; returns when all have joined. Ends a running sync call of another group.
@@ -173,7 +172,7 @@ class WeightUpdates:
         deadline = Deadline(call.timeout_s)
         loaded, scores, loaded_at = await load_and_score(self._engine, call, clear_cache=clear_cache)
         scored_at = time.monotonic()
-        outcome.weights = self._weights(call, loaded)
+        outcome.weights = self._digest.after(call.mode, loaded.weights)
         if not call.base_of_adapter:
             # The scores are compared inside the gate, so that no call is served before the result.
             check_canary(await self._expectation(call, deadline), scores)
@@ -231,14 +230,6 @@ class WeightUpdates:
 
     def _bounded(self, call: SyncCall) -> SyncCall:
         return call.model_copy(update={"timeout_s": min(call.timeout_s, MOST_SYNC_S)})
-
-    def _weights(self, call: UpdateWeightsCall, loaded: WorkerReply) -> str:
-        """Return the digest of the weights that are served after this update. For an adapter the digest covers the base
-        weights too."""
-        if call.mode == "adapter":
-            return hashlib.blake2b(f"{self._full_weights} {loaded.weights}".encode(), digest_size=16).hexdigest()
-        self._full_weights = loaded.weights
-        return loaded.weights
 
     async def _expectation(self, call: UpdateWeightsCall, deadline: Deadline) -> ExpectScoresCall:
         update = (call.incarnation, call.ver)

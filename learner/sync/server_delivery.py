@@ -16,7 +16,6 @@ until `timeout_s` is over.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import time
@@ -56,7 +55,7 @@ from learner.sync.sync import Delivered, Mode, Recovery
 from shared.aio import gather
 from shared.canary import CanaryGap
 from shared.errors import NotFiniteError, ProjectError, ServerUnreachableError, SyncError
-from shared.sync.buckets import DTYPES, SEAL_BYTES, num_bucket_bytes, plan_buckets
+from shared.sync.buckets import DTYPES, SEAL_BYTES, WeightsDigest, digest_of, num_bucket_bytes, plan_buckets
 from shared.sync.group import start_join
 from shared.waits import Deadline, Retry
 from shared.wire import Bucket, ServedWeights, ServerStatus, UpdateWeightsCall, UpdateWeightsReply
@@ -101,7 +100,7 @@ class ServerDelivery:
         self._statuses: dict[str, ServerStatus] = {}  # URL -> the server's status when the learner joined its group.
         # The buckets of each source and dtype, which are the same in every sync.
         self._plans: dict[tuple[WeightSource, torch.dtype | None], list[Bucket]] = {}
-        self._full_weights = ""  # digest of the last full update, which is part of the digest of an adapter
+        self._digest = WeightsDigest()
         self._accused: dict[str, ProjectError] = {}  # URL of each server that made the last try fail -> its error
         self._usual_s = 0.0  # seconds of the last update without a new server
         self._newcomers = Deadline(0.0)  # one deadline for join and update together, if new servers take part
@@ -364,17 +363,7 @@ class ServerDelivery:
         # The time of an update with a slow new server must not raise the limit for the next new server.
         if not self._has_newcomers:
             self._usual_s = time.monotonic() - began
-        return replies, learner, self._digest(mode, seals)
-
-    def _digest(self, mode: Mode, seals: Sequence[torch.Tensor]) -> str:
-        """Return the digest that the server computes too: a digest of the seals; for an adapter also of the base
-        weights."""
-        digest = digest_of(seals)
-        if mode == "adapter":
-            return hashlib.blake2b(f"{self._full_weights} {digest}".encode(), digest_size=16).hexdigest()
-        # Answers depend on the adapter and on the base weights, so the adapter's digest covers both.
-        self._full_weights = digest
-        return digest
+        return replies, learner, self._digest.after(mode, digest_of(seals))
 
     def _send(
         self, source: WeightSource, ver: int, posts: Posts
@@ -429,11 +418,6 @@ def check_sent(buckets: Sequence[Bucket], sums: Sequence[torch.Tensor], scored: 
             remedy="something changed weights while they were sent, or sent old ones: is the policy used by another "
             "thread? If not, this is a defect of the weight source; the servers serve nothing until the next sync",
         )
-
-
-def digest_of(seals: Sequence[torch.Tensor]) -> str:
-    """Return the digest of all weights of an update, made of the seals of its buckets."""
-    return hashlib.blake2b(torch.cat(list(seals)).cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def check_reply(ver: int, buckets: Sequence[Bucket], reply: UpdateWeightsReply, base_url: str) -> None:

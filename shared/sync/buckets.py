@@ -15,6 +15,7 @@ import hmac
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import torch
 
@@ -149,6 +150,27 @@ def is_sealed(buffer: torch.Tensor, *, key: bytes, ver: int, index: int) -> bool
 def _seal(buffer: torch.Tensor, key: bytes, ver: int, index: int) -> torch.Tensor:
     # Version and index make each nonce unique under one key, which the digest's security needs.
     return digest(buffer[:-SEAL_BYTES], key, struct.pack("<QQ", ver, index))
+
+
+def digest_of(seals: Iterable[torch.Tensor]) -> str:
+    """Return the digest of all weights of an update, made of the seals of its buckets."""
+    return hashlib.blake2b(torch.cat(list(seals)).cpu().numpy().tobytes(), digest_size=16).hexdigest()
+
+
+class WeightsDigest:
+    """Keeps the digest of the served base weights. The learner and its servers compute the same digests. `base`: the
+    digest before the first update."""
+
+    def __init__(self, base: str = "") -> None:
+        self._base = base
+
+    def after(self, mode: Literal["full", "adapter"], digest: str) -> str:
+        """Return the digest of the weights that are served after an update. `digest`: of the update's own weights."""
+        if mode == "full":
+            self._base = digest
+            return digest
+        # Answers depend on the adapter and on the base weights, so the adapter's digest covers both.
+        return hashlib.blake2b(f"{self._base} {digest}".encode(), digest_size=16).hexdigest()
 
 
 def _aligned(num_bytes: int) -> int:

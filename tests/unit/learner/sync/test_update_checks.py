@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from learner.policy.weights import checksum
-from learner.sync.server_delivery import check_reply, check_sent, digest_of
+from learner.sync.server_delivery import check_reply, check_sent
 from shared.errors import SyncError
+from shared.sync.buckets import digest_of
 from shared.wire import Bucket, ScoreReply, TensorSpec, UpdateWeightsReply
 
 WEIGHTS = {name: torch.full((4,), float(i)) for i, name in enumerate("abcd", start=1)}
