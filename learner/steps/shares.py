@@ -42,7 +42,7 @@ from typing import Literal
 
 from learner.config.schedule import exact_ratio, scheduled_channel
 from learner.config.sections.stage2_ab import AsyncActorLearnerConfig
-from shared.errors import ConfigError, ProjectError, SyncError
+from shared.errors import ProjectError, SyncError
 
 DropReason = Literal["oldest", "stale", "unwanted"]
 
@@ -118,17 +118,9 @@ class Bounds:
     @classmethod
     def run_ahead(cls, config: AsyncActorLearnerConfig, *, packs_per_step: int) -> Bounds:
         """Return the bounds of the asynchronous actor-learner (R25). The producer makes `prefetch_target_packs` packs
-        ahead, but at least the packs of one step (R27).
-
-        Raises ConfigError if `prefetch_target_packs` exceeds `queue_limit`: the packs above it would be dropped.
-        """
-        if config.prefetch_target_packs > config.queue_limit:
-            raise ConfigError(
-                "stage2_ab.async_actor_learner.prefetch_target_packs exceeds queue_limit",
-                found=f"prefetch_target_packs {config.prefetch_target_packs}, queue_limit {config.queue_limit}",
-                wanted="prefetch_target_packs <= queue_limit",
-                remedy="a producer that may never pause would make rollouts only to drop them; lower the first",
-            )
+        ahead, but at least the packs of one step (R27)."""
+        # Otherwise the producer would never pause, and would make rollouts only to drop them.
+        assert config.prefetch_target_packs <= config.queue_limit, "refused by learner/config/sections/stage2_ab.py"
         assert packs_per_step <= config.queue_limit, "refused by learner/config/plan.py"
         return cls(
             start_below=max(config.prefetch_target_packs, packs_per_step),
