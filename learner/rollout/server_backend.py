@@ -134,13 +134,7 @@ class ServerBackend(RolloutBackend):
         self._images = images or Images(ImageRules())
         server = config.vllm.server
         entries: tuple[ServerEntry, ...] = tuple(server.servers or ())
-        if not entries:
-            raise ConfigError(
-                "custom.extra.rollout_matching.vllm.server.servers: no rollout server",
-                found="an empty list",
-                wanted="at least one {base_url, group_port}",
-                remedy="name the servers, or set vllm.mode: colocate or rollout_backend: hf",
-            )
+        assert entries, "refused by learner/config/sections/servers.py"
         self.config = config
         self.chunk = 0  # requests that this rank may have in flight; set by `connect`
         self.timeouts = Timeouts.of(server.timeout_s, server.infer_timeout_s, num_servers=len(entries))

@@ -47,13 +47,7 @@ def load_data(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> R
     evaluation: list[Sample] = []
     test: list[Sample] = []
     if training.eval_on_start or training.eval_on_end or training.eval_steps:
-        if data.val is None and data.test is None:
-            raise ConfigError(
-                "data.val: nothing to evaluate on",
-                found="neither data.val nor data.test",
-                wanted="a held-out set, since training.eval_* asks for evaluations",
-                remedy="name one, or switch evaluations off",
-            )
+        assert data.val is not None or data.test is not None, "refused by learner/config/sections/training.py"
         held_out = _load(config, "test" if data.val is None else "val", task)
         bad["evaluation"], evaluation = held_out.bad.summary(), held_out.samples[: training.eval_samples]
     if data.val is not None and data.test is not None and training.eval_on_end:
