@@ -375,14 +375,11 @@ def calibrate(
     The model answers validation images. The answers give calibration.json, with which predict says how probably a box
     is right.
     """
-
     numbers = _numbers(samples, "--samples")
-    from learner.detector.calibration import CalibrateOptions, calibrate
+    from learner.detector.calibration import calibrate
 
     asked = _answers(backend, server, max_new_tokens=max_new_tokens, dtype=dtype)
-    return calibrate(
-        CalibrateOptions(model=model, annotations=annotations, asked=asked, samples=numbers, config=config, out=out)
-    )
+    return calibrate(model, annotations, numbers, asked=asked, config=config, out=out)
 
 
 @app.command(epilog=OTHERS)

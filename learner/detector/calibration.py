@@ -9,7 +9,7 @@ look too good.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -30,36 +30,26 @@ from learner.tasks.detection.task import DetectionTask
 from learner.tasks.tokens import pieces_of
 
 
-@dataclass(frozen=True, kw_only=True)
-class CalibrateOptions:
-    """The options of `calibrate`. `samples`: numbers of sampled answers per image; each number gets a calibration.
-    `out`: the file to write; None: a file in the folder of the model's weights."""
-
-    model: Path
-    annotations: str
-    asked: AnswerSettings
-    samples: Sequence[int] = (0, 4)
-    config: str | None = None
-    out: Path | None = None
-
-
-def calibrate(options: CalibrateOptions) -> int:
-    """Calibrate, write the file, and return the exit code. Raises ConfigError, DataError, RolloutError, OutputError."""
+def calibrate(
+    path: Path, annotations: str, numbers: Sequence[int], *, asked: AnswerSettings, config: str | None, out: Path | None
+) -> int:
+    """Calibrate the model at `path`, write the file, and return the exit code. `numbers` of sampled answers per image:
+    each gets a calibration. `out`: the file to write; None: a file in the folder of the model's weights. Raises
+    ConfigError, DataError, RolloutError, OutputError."""
     quiet()
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
-    model = find_model(options.model, config=options.config)
+    model = find_model(path, config=config)
     tell_warnings(model, console)
     require_boxes(model)
-    out = options.out or model.folder / CALIBRATION_NAME
+    out = out or model.folder / CALIBRATION_NAME
     # The folder is checked before the model answers: if the file could not be written, hours of answers would be lost.
     require_writable(out.parent)
-    numbers = sorted(set(options.samples))
-    asked = replace(options.asked, samples=numbers[-1])
-    answers = Answers(model, asked)
+    numbers = sorted(set(numbers))
+    answers = Answers(model, replace(asked, samples=numbers[-1]))
     task = DetectionTask(model.settings.task, answers.encoder.tokenizer)
-    data, reader = reading(model, [options.annotations], named=options.config is not None)
-    data = data or DataConfig(train=options.annotations, on_bad_record="drop")
-    samples = load_samples(data, options.annotations, task, geometry=task.config.geometry, reader=reader)
+    data, reader = reading(model, [annotations], named=config is not None)
+    data = data or DataConfig(train=annotations, on_bad_record="drop")
+    samples = load_samples(data, annotations, task, geometry=task.config.geometry, reader=reader)
     found: dict[int, list[list[ScoreCandidate]]] = {number: [] for number in numbers}
     pieces = pieces_of(task.tokenizer)
     for parsed in _answered(answers, asked_as(model, samples), task, console):
