@@ -29,10 +29,10 @@ from learner.detector.calibration import asked_as
 from learner.detector.model import find_model
 from learner.missing.suggest import of_sample
 from learner.records import DetectionObject, Sample
-from learner.tasks.detection.appearance import crops_of, share_of
+from learner.tasks.detection.appearance import share_of
 from learner.tasks.detection.bins import to_bins
 from learner.tasks.detection.completion import CompletionEstimate, LabelCandidate, candidates
-from learner.tasks.detection.gaps import PROBABLE, estimate_gaps
+from learner.tasks.detection.gaps import PROBABLE, cluster_crops, estimate_gaps
 from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.scores import ScoredObject, read_calibration, scored_objects
 from learner.tasks.detection.task import DetectionTask
@@ -119,10 +119,7 @@ def judged(given: Sequence[Row], drawn: Drawn) -> tuple[list[Sample], Completion
     answers = [[[_object(told) for told in answer] for answer in drawn[one.sample_id]["answers"]] for one in samples]
     found = [candidates(*parts) for parts in zip(samples, answers, strict=True)]
     share = share_of(sum(len(sample.objects) for sample in samples))
-    crops = [
-        crops_of(sample, [one.object for one in own if one.relation == "free"], load, share)
-        for sample, own in zip(samples, found, strict=True)
-    ]
+    crops = [cluster_crops(*parts, load, share) for parts in zip(samples, found, strict=True)]
     return samples, *estimate_gaps(samples, found, crops, ANSWERS)
 
 

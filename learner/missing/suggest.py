@@ -28,10 +28,10 @@ from learner.records import DetectionObject, ParsedRollout, Sample
 from learner.run.additions import addition_of, writable_annotations
 from learner.run.files import require_writable, write_atomically
 from learner.tasks.detection.agreement import SAME_IOU
-from learner.tasks.detection.appearance import crops_of, share_of
+from learner.tasks.detection.appearance import share_of
 from learner.tasks.detection.bins import encloses_something, to_bins
 from learner.tasks.detection.completion import LabelCandidate, candidates
-from learner.tasks.detection.gaps import estimate_gaps
+from learner.tasks.detection.gaps import cluster_crops, estimate_gaps
 from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.scores import ScoredObject, read_calibration, scored_objects
 from learner.tasks.detection.task import DetectionTask
@@ -134,7 +134,7 @@ def suggest(
                 drawn += by_tiles(sample, [(tile, next(left)) for tile in side]) or drawn[: asked.samples]
             scores.append(scored_objects(parsed, pieces, calibration) if calibration is not None else None)
             agreed.append(candidates(sample, drawn))
-            crops.append(crops_of(sample, [one.object for one in agreed[-1] if one.relation == "free"], load, share))
+            crops.append(cluster_crops(sample, agreed[-1], load, share))
             if number % answers.images_at_once == 0 or number == len(samples):
                 tell(f"{number} of {len(samples)} images")
     known, judged = estimate_gaps(samples, agreed, crops, asked.samples * (1 + len(tiles)))

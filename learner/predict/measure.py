@@ -36,9 +36,9 @@ from learner.predict.recommend import Recommendation, recommend
 from learner.records import Assignment, Sample
 from learner.rollout.hf import HfBackend
 from learner.run.files import require_writable, write_atomically
-from learner.tasks.detection.appearance import crops_of, share_of
+from learner.tasks.detection.appearance import share_of
 from learner.tasks.detection.completion import CompletionEstimate, candidates
-from learner.tasks.detection.gaps import estimate_gaps
+from learner.tasks.detection.gaps import cluster_crops, estimate_gaps
 from learner.tasks.detection.metrics import count_objects
 from learner.tasks.detection.task import DetectionTask
 from shared.errors import ConfigError, DataError
@@ -177,10 +177,7 @@ class _Model:
         answers = [[[p.object for p in one.parsed.objects] for one in group] for group in groups]
         looked = [candidates(sample, own) for sample, own in zip(samples, answers, strict=True)]
         load, share = self._policy.encoder.images.load, share_of(sum(len(sample.objects) for sample in samples))
-        crops = [
-            crops_of(sample, [c.object for c in own if c.relation == "free"], load, share)
-            for sample, own in zip(samples, looked, strict=True)
-        ]
+        crops = [cluster_crops(*own, load, share) for own in zip(samples, looked, strict=True)]
         known, found = estimate_gaps(samples, looked, crops, len(groups[0]))
         self._tell(f"labels of {len(samples)} samples, by how finds look: {time.monotonic() - began:.1f} s")
         if known.missing is None:

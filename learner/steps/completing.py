@@ -27,7 +27,7 @@ from learner.rollout.backend import COMPLETES_LABELS, MicroStep, RolloutBackend
 from learner.run.additions import RunAnnotations
 from learner.run.files import write_atomically
 from learner.run.output_dir import LABELS
-from learner.tasks.detection.appearance import Open, SampleCrops, crops_of, share_of
+from learner.tasks.detection.appearance import Open, SampleCrops, share_of
 from learner.tasks.detection.audit import AuditedFind, require_verdicts
 from learner.tasks.detection.completion import (
     CompletionEstimate,
@@ -36,7 +36,7 @@ from learner.tasks.detection.completion import (
     completed,
     without_completed,
 )
-from learner.tasks.detection.gaps import PROBABLE, estimate_gaps
+from learner.tasks.detection.gaps import PROBABLE, cluster_crops, estimate_gaps
 from learner.tasks.detection.task import DetectionTask
 from shared.errors import CheckpointError
 
@@ -203,7 +203,7 @@ class LabelCompletion:
             asked = part[first : first + share]
             named = self._of(asked, start + first, global_step)
             own = [
-                (one, crops_of(sample, [c.object for c in one if c.relation == "free"], self._open, share_of_labels))
+                (one, cluster_crops(sample, one, self._open, share_of_labels))
                 for sample, one in zip(asked, named, strict=True)
             ]
             # Ranks exchange the answers part by part, so that only one part's prompts and pixels are in memory at a

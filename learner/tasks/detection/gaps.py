@@ -28,7 +28,7 @@ from scipy.stats import chi2, mannwhitneyu
 
 from learner.records import Sample
 from learner.tasks.detection.agreement import SAME_IOU
-from learner.tasks.detection.appearance import FOLDS, Looks, SampleCrops, logistic
+from learner.tasks.detection.appearance import FOLDS, Looks, Open, SampleCrops, crops_of, logistic
 from learner.tasks.detection.audit import AuditedFind, refitted
 from learner.tasks.detection.bins import bounding_box
 from learner.tasks.detection.completion import (
@@ -56,6 +56,12 @@ _PENALTY = 3.0
 Found = Sequence[Sequence[LabelCandidate]]
 
 
+def cluster_crops(sample: Sample, found: Sequence[LabelCandidate], open_image: Open, share: float) -> SampleCrops:
+    """Return the pixels that `estimate_gaps` needs of a sample's clusters. `share`, and errors: see `crops_of`."""
+    free, near = ([one.object for one in found if one.relation == kind] for kind in ("free", "contradicts"))
+    return crops_of(sample, free, open_image, share, near)
+
+
 def estimate_gaps(
     samples: Sequence[Sample],
     found: Found,
@@ -63,8 +69,8 @@ def estimate_gaps(
     num_answers: int,
     audited: Sequence[AuditedFind] = (),
 ) -> tuple[CompletionEstimate, list[list[LabelCandidate]]]:
-    """Return the estimate, and the clusters with their probabilities. `crops` has the crops of each sample's free
-    clusters (they overlap no label), in the clusters' order. `audited` has a person's verdicts on some of the clusters,
+    """Return the estimate, and the clusters with their probabilities. `crops` has each sample's `cluster_crops`.
+    `audited` has a person's verdicts on some of the clusters,
     which correct the estimate."""
     num_labels = sum(len(sample.objects) for sample in samples)
     known = estimate(tally([one for own in found for one in own], num_answers), num_labels)
