@@ -6,9 +6,7 @@ missing at random, because an object looks the same with and without a label.
 
 1. *Examples.* Labelled boxes are moved. A moved box with an IoU of 0.55 or more with its label is an example of a right
    box. A moved box with an IoU of 0.08 to 0.45 is an example of a misplaced box. Edges at the photograph's border are
-   not moved. The model's own misplaced boxes at labels are examples, too: a model's mistakes look more like objects
-   than boxes that were moved at random do. Where labels are missing some of these boxes are right. So boxes with an IoU
-   from 0.45 to 0.5 are left out: with them the estimate for labels with real gaps was 0.04 lower, and worse.
+   not moved.
 2. *Scores.* A logistic regression with an L2 penalty separates right from wrong examples by the pixels in and around
    the box. A class with `OWN_CLASS` labels has its own classifier. All classes with fewer than `OWN_CLASS` labels share
    a classifier, which does not use names. Photographs are divided into `FOLDS` parts. Each part is scored by a
@@ -103,25 +101,18 @@ class Appearance:
 # ---- pixels ---------------------------------------------------------------------------------------------------------
 
 
-def crops_of(
-    sample: Sample,
-    finds: Sequence[DetectionObject],
-    open_image: Open,
-    share: float = 1.0,
-    near: Sequence[DetectionObject] = (),
-) -> SampleCrops:
-    """Cut examples (at labels) and finds (boxes without a label) out of a sample's photographs. `near`: the model's
-    boxes that overlap a label without matching it; those whose IoU with every label is below the limit of `BESIDE` are
-    misplaced examples. Only the fraction `share` of `near` and of the labels is used, chosen by a hash of names and
-    coordinates. Raises the errors of `open_image`."""
-    labels, near = ([obj for obj in own if _seed(sample, obj) < share * 2**32] for own in (sample.objects, near))
+def crops_of(sample: Sample, finds: Sequence[DetectionObject], open_image: Open, share: float = 1.0) -> SampleCrops:
+    """Cut examples (at labels) and finds (boxes without a label) out of a sample's photographs. Only the fraction
+    `share` of the labels is used, chosen by a hash of the labels' names and coordinates. Raises the errors of
+    `open_image`."""
+    labels = [obj for obj in sample.objects if _seed(sample, obj) < share * 2**32]
     on: list[Crop] = []
     beside: list[Crop] = []
     found: list[Crop | None] = [None] * len(finds)
     for place, source in enumerate(sample.images, 1):
         number = place if len(sample.images) > 1 else None
         own = [i for i, obj in enumerate(finds) if obj.image == number]
-        if not own and not any(obj.image == number for obj in (*labels, *near)):
+        if not own and not any(obj.image == number for obj in labels):
             continue
         picture = _Picture(open_image(source))
         boxes = np.array([picture.box(obj) for obj in sample.objects if obj.image == number]).reshape(-1, 4)
@@ -134,9 +125,6 @@ def crops_of(
                     # of a misplaced box.
                     if box is not None and (kind is on or _iou(box, boxes).max() < high):
                         kind.append(picture.crop(obj.desc, box))
-        for obj in near:
-            if obj.image == number and _iou(picture.box(obj), boxes).max(initial=0.0) < BESIDE[1]:
-                beside.append(picture.crop(obj.desc, picture.box(obj)))
         for i in own:
             found[i] = picture.crop(finds[i].desc, picture.box(finds[i]))
     return SampleCrops(on=tuple(on), beside=tuple(beside), finds=tuple(one for one in found if one is not None))

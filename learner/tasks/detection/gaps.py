@@ -58,8 +58,9 @@ Found = Sequence[Sequence[LabelCandidate]]
 
 def cluster_crops(sample: Sample, found: Sequence[LabelCandidate], open_image: Open, share: float) -> SampleCrops:
     """Return the pixels that `estimate_gaps` needs of a sample's clusters. `share`, and errors: see `crops_of`."""
-    free, near = ([one.object for one in found if one.relation == kind] for kind in ("free", "contradicts"))
-    return crops_of(sample, free, open_image, share, near)
+    # A model's misplaced boxes at labels would be examples, too. But where labels are missing, many are right: with
+    # them completed labels of cells gained 536 (right labels minus wrong ones), without them 598.
+    return crops_of(sample, [one.object for one in found if one.relation == "free"], open_image, share)
 
 
 def estimate_gaps(

@@ -187,28 +187,6 @@ def test_a_box_keeps_its_edges_at_the_border() -> None:
         assert sum(crop.at_border for crop in crops.on) >= number
 
 
-def test_the_model_s_misplaced_boxes_at_labels_are_examples() -> None:
-    """A second box on a labelled object, and a box on nothing, are none."""
-    made = world(7, lambda *_: True, photographs=1)
-    (sample,) = made.samples
-    size = np.array([sample.width, sample.height] * 2)
-    label = next(obj for obj in sample.objects if min(obj.bins) > 0 and max(obj.bins) < 999)
-    left, top, right, bottom = np.array(label.bins) / 1000 * size
-    near, second = (  # IoU 1/3 and 2/3
-        label._replace(
-            bins=to_bins((left + by * (right - left), top, right + by * (right - left), bottom), *size[:2].tolist())
-        )
-        for by in (0.5, 0.2)
-    )
-    plain = crops_of(sample, [], made.open_image)
-    crops = crops_of(sample, [], made.open_image, near=[near, second])
-    assert len(crops.beside) == len(plain.beside) + 1
-    assert len(crops.on) == len(plain.on)
-    assert not crops.finds
-    none = crops_of(sample, [], made.open_image, 0.0, near=[near, second])
-    assert none.beside == ()
-
-
 # ---- blood cells, whose labels were redone ---------------------------------------------------------------------------
 
 
@@ -236,10 +214,10 @@ def test_photographs_of_cells_say_what_is_right(split: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("real", 0.05), ("cells-missing20", 0.12), *((f"cells-{kind}", 0.11) for kind in ("missing", "right", "thinned"))],
+    [("real", 0.05), *((f"cells-{kind}", 0.135) for kind in ("missing20", "missing", "right", "thinned"))],
 )
-def test_gaps_of_cells_are_estimated_with_the_model_s_own_mistakes(name: str, most: float, tmp_path: Path) -> None:
-    """Eight kept answers, to photographs with published labels, or with redone ones of which some were taken."""
+def test_eight_kept_answers_say_what_is_right_in_gaps_of_cells(name: str, most: float, tmp_path: Path) -> None:
+    """Answers to photographs with published labels, or with redone ones of which some were taken."""
     if not (REAL / "data").is_dir():
         pytest.skip(f"{REAL}/data (BCCD with its labels redone) is not on this machine; see REAL_GAPS")
     sizes = dict.fromkeys(("photographs", "steps", "batch_size", "max_new_tokens"))
