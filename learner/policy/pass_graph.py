@@ -1,12 +1,11 @@
 """Records a forward pass as one CUDA graph, for a pass that is repeated with the same inputs (R09).
 
 In: a pass, and the weights that it reads. Out: a `PassGraph`, whose call repeats the pass with the present weights.
-Repeating the pass takes the host a millisecond, without a wait for the device.
 
 A model for images reads image sizes on the host, and copies tables to the device. Such reads and copies cannot be
-captured. The values that are read or copied are the same in every pass, because the inputs are the same. Only values
-that depend on weights change. So one pass is recorded in `Notes`: the values read, the values copied, and which tensors
-depend on weights. The captured pass gets the recorded values instead of reading and copying.
+captured, but their values are the same in every pass, because the inputs are the same. So one pass is recorded in
+`Notes`: the values read, the values copied, and which tensors depend on weights. The captured pass gets the recorded
+values instead of reading and copying.
 
 Invariants: a pass is not captured if the host reads values that depend on weights (as in a mixture of experts). Before
 the capture the pass runs once more with the recorded values, and must give the same output. During this trial pass
@@ -37,15 +36,14 @@ Given = Mapping[str, Any]  # keyword arguments
 INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# Functions of torch that copy values to the device. A TorchDispatchMode does not see copies that functions of
-# _FACTORIES make.
+# Functions of torch that copy values to the device, which a TorchDispatchMode does not see.
 _FACTORIES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
 _CLOSE = 0.01  # max difference, in nats, between the outputs of the recorded pass and of the trial
 
 
 def cuda_graph(work: Work) -> Work:
-    """Capture what `work` launches on the current CUDA device, without executing it there. Returns the function that
-    executes it. Raises OutOfMemoryError."""
+    """Capture what `work` launches on the current CUDA device; return the function that executes it. Raises
+    OutOfMemoryError."""
     graph, stream, now = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
     # CUDA cannot capture on its default stream, so the work runs on another stream.
     stream.wait_stream(now)
@@ -66,8 +64,7 @@ class PassGraph:
 
     def __init__(self, replay: Work, output: torch.Tensor, notes: Notes) -> None:
         self._replay, self._output = replay, output
-        # The notes are kept, because the graph reads their tensors.
-        self._notes = notes
+        self._notes = notes  # kept, because the graph reads their tensors
 
     @classmethod
     def of(cls, run: Pass, weights: Iterable[torch.Tensor], record: Record = cuda_graph) -> PassGraph | None:
@@ -103,12 +100,10 @@ def _differs(notes: Notes, run: Pass, before: torch.Tensor) -> str:
     """Run the pass with the recorded values. Return how the new pass differs from the recorded pass, whose output is
     `before`; "" if it does not differ."""
     try:
-        with notes.repeating(), _no_waits() if notes.reads and before.is_cuda else nullcontext():
+        with notes.repeating(), _no_waits() if notes.has_values and before.is_cuda else nullcontext():
             again = run()
-    except RuntimeError as error:  # torch raises this for operations that wait for the device
+    except (OtherPassError, RuntimeError) as error:  # torch's RuntimeError: an operation waits for the device
         return str(error).splitlines()[0]
-    except OtherPassError as error:
-        return str(error)
     gap = float((again - before).abs().max()) if before.numel() else 0.0
     return "" if gap <= _CLOSE else f"with the values of before it gives others, by {gap:g} nats"
 
@@ -118,8 +113,7 @@ def _no_waits() -> Iterator[None]:
     """Make torch raise RuntimeError for operations in the `with` block that wait for the CUDA device."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        # torch warns that this mode may not see every wait.
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # torch warns that this mode may not see every wait
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -141,13 +135,9 @@ class Notes:
         # the number to no other storage.
         self._of_weights: dict[int, StorageWeakRef] = {}
         self._values: list[tuple[object, Any]] = []  # (function, value); value None: a repeated pass computes it anew
-        self._next = 0  # index of the next value that a repeated pass takes
+        self._next = 0  # index of the recorded value that a repeated pass reads next
+        self.has_values = False  # True: the pass read a value on the host, or copied one to the device
         self._mark(weights)
-
-    @property
-    def reads(self) -> bool:
-        """True if the recorded pass read at least one value on the host, or copied one to the device."""
-        return any(value is not None for _, value in self._values)
 
     def noting(self) -> AbstractContextManager[None]:
         return _watched(self._note_factory, self._note_operation)
@@ -159,7 +149,7 @@ class Notes:
         self._next = 0
         with _watched(self._repeat_factory, self._repeat_operation):
             yield
-        # With fewer reads, the pass took another path. The graph must not repeat a pass that took another path.
+        # With fewer reads the pass took another path, and the graph must not repeat such a pass.
         if self._next != len(self._values):
             raise OtherPassError(f"{self._next} values were read, {len(self._values)} in the pass before")
 
@@ -167,8 +157,8 @@ class Notes:
         made = func(*args, **kwargs)
         if func in _FACTORIES:
             # The value of the tensor whose method `new_tensor` is called does not matter.
-            self._check(func, (args[func is torch.Tensor.new_tensor :], kwargs))
-            self._put(func, made if made.device.type != "cpu" else None)
+            read = (args[func is torch.Tensor.new_tensor :], kwargs)
+            self._put(func, read, made if made.device.type != "cpu" else None)
         return made
 
     def _repeat_factory(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> object:
@@ -177,16 +167,13 @@ class Notes:
 
     def _note_operation(self, func: OpOverload, args: Sequence[Any], kwargs: Given) -> object:
         if func in INDEXING and (masks := list(filter(is_mask, args[1]))):
-            self._check(func, masks)
-            self._put(func, [one.nonzero(as_tuple=True) for one in masks])
+            self._put(func, masks, [one.nonzero(as_tuple=True) for one in masks])
         returned = func(*args, **kwargs)
         if reads(func, args, kwargs):
-            self._check(func, (args, kwargs))
-            self._put(func, returned)
+            self._put(func, (args, kwargs), returned)
         # Results of operations on weights depend on weights, and so do tensors into which they are written.
         if self._depends((args, kwargs)):
-            self._mark(one for one in tree_iter(returned) if isinstance(one, torch.Tensor))
-            self._mark(_written(func, args, kwargs))
+            self._mark([*_tensors(returned), *_written(func, args, kwargs)])
         return returned
 
     def _repeat_operation(self, func: OpOverload, args: Sequence[Any], kwargs: Given) -> object:
@@ -201,7 +188,10 @@ class Notes:
         # The recorded values are copied, because the pass may write into them, and they are needed again.
         return tree_map_only(torch.Tensor, torch.clone, self._take(func))
 
-    def _put(self, func: object, value: object) -> None:
+    def _put(self, func: object, read: object, value: object) -> None:
+        if self._depends(read):
+            self.obstacle = f"{func} reads on the host what depends on weights"
+        self.has_values |= value is not None
         self._values.append((func, tree_map_only(torch.Tensor, torch.clone, value)))
 
     def _take(self, func: object) -> Any:
@@ -211,27 +201,22 @@ class Notes:
         self._next += 1
         return value
 
-    def _check(self, func: object, read: object) -> None:
-        if self._depends(read):
-            self.obstacle = f"{func} reads on the host what depends on weights"
-
     def _depends(self, values: object) -> bool:
-        return any(_key(one) in self._of_weights for one in tree_iter(values) if isinstance(one, torch.Tensor))
+        return any(one.untyped_storage()._cdata in self._of_weights for one in _tensors(values))
 
     def _mark(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            self._of_weights.setdefault(_key(tensor), StorageWeakRef(tensor.untyped_storage()))
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            self._of_weights.setdefault(storage._cdata, StorageWeakRef(storage))
 
 
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _tensors(values: object) -> list[torch.Tensor]:
+    return [one for one in tree_iter(values) if isinstance(one, torch.Tensor)]
 
 
 def _written(func: OpOverload, args: Sequence[object], kwargs: Given) -> Iterator[torch.Tensor]:
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[i] if i < len(args) else kwargs.get(argument.name)
-            yield from (one for one in tree_iter(given) if isinstance(one, torch.Tensor))
+            yield from _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
 
 
 def is_mask(index: object) -> TypeGuard[torch.Tensor]:
@@ -243,16 +228,15 @@ def reads(func: OpOverload, args: object, kwargs: Given) -> bool:
     Indexing, also by a mask, gives False, because `Notes` handles it separately."""
     if func in _COPIES:
         asked = [torch.device(kwargs["device"])] if kwargs.get("device") is not None else []
-        given = [one.device for one in tree_iter(args) if isinstance(one, torch.Tensor)]
+        given = [one.device for one in _tensors(args)]
         return len({device.type for device in (*given, *asked)}) > 1
     return func not in INDEXING and not _READS.isdisjoint(func.tags)
 
 
 @contextmanager
 def _watched(factory: Callable[..., object], operation: Callable[..., object]) -> Iterator[None]:
-    """Call, inside the `with` block, `factory` in place of torch's functions, and `operation` in place of each
-    operation that they execute. `factory` and `operation` get (function, args, kwargs) and return the function's
-    result."""
+    """In the `with` block, call `factory` in place of torch's functions, and `operation` in place of their operations.
+    Both get (function, args, kwargs) and return the function's result."""
 
     class Factories(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Given | None = None) -> object:
