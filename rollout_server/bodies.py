@@ -1,7 +1,7 @@
-"""Parses request bodies into models of `shared/wire.py`.
+"""Parses request bodies into the pydantic models of `shared/wire.py`.
 
-A body's items are counted before a model is built, and a body with too many items is refused. Large bodies are built
-item by item, so that other tasks can run on the event loop in between.
+A body's items are counted before it is parsed into a model, and a body with too many items is refused. Large bodies are
+parsed item by item, so that other tasks can run on the event loop in between.
 """
 
 from __future__ import annotations

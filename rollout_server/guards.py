@@ -50,7 +50,7 @@ class Guard:
 
     A web page can make a browser on this machine send requests here. The browser adds the page's `Origin`, and sends
     JSON only if the server allows it (CORS). If the page's domain was made to point here (DNS rebinding), `Host` is
-    that domain. `Host` is checked only without a token, because a page does not know the token.
+    that domain. `Host` is checked only if no token is set, because a web page does not know the token.
     """
 
     def __init__(self, app: ASGIApp, token: str | None, open_paths: tuple[str, ...], hosts: tuple[str, ...]) -> None:

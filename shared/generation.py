@@ -260,8 +260,8 @@ def was_given_back(output: RequestOutput) -> bool:
     """Return True if vLLM has ended a request without working on it. The request has to be sent again.
 
     vLLM caches processed images in two processes, and sends only images that the engine's process lacks. A request
-    that is cancelled on the way leaves an image in one cache only. The next request with that image ends with the
-    finish reason "error". After such an error the first process drops the image, and a repeated request sends it."""
+    that is cancelled on the way leaves an image in one cache only. The next request that needs the lost
+    image ends with the finish reason "error". Then the first process drops the image too, so another try sends it."""
     return any(completion.finish_reason == "error" for completion in output.outputs)
 
 

@@ -26,5 +26,5 @@ def offset_seed(seed: int, req_idx: int) -> int:
 
 
 def request_seed(*, run_seed: int, global_step: int, micro_step_idx: int, req_idx: int) -> int:
-    """Return the seed of request `req_idx` of a micro-step, counted over all ranks in dataloader order."""
+    """Return the seed of one request. `req_idx` numbers a micro-step's requests of all ranks, in dataloader order."""
     return offset_seed(base_seed(run_seed, global_step, micro_step_idx), req_idx)

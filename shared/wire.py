@@ -328,7 +328,8 @@ class ScoreReply(WireModel):
 
 
 class InitCommunicatorCall(WireModel):
-    """Join the group of one learner (the last rank) and the workers of its servers on this machine, server by server.
+    """Join the group of one learner and the workers of its servers. The workers are numbered server by server, the
+    learner has the last rank.
 
     The members meet at `group_port` of the server's own configured address, where rank 0 listens; the call returns when
     all have joined.

@@ -169,7 +169,7 @@ def service(
     }
     return {
         **image(plan, out, name.partition("-")[0]),
-        # Different host names make NCCL treat containers as different machines. On one machine NCCL would share GPU
+        # With a host name of its own NCCL takes each container for another machine. Otherwise NCCL would share GPU
         # memory through a socket that the other container cannot reach.
         "hostname": name,
         "user": f"${{RUN_AS:-{USER}:{USER}}}",

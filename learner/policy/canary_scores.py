@@ -40,8 +40,8 @@ Within = Callable[[], AbstractContextManager[Checksums]]  # makes a `with` block
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanaryScores:
     """The result of a `CanaryScorer`. `read` returns for each answer the natural log-probabilities of its tokens, with
-    the weights as they are sent. `merge_gap`: mean absolute difference between these and the log-probabilities with the
-    weights as trained, in nats per token.
+    the weights in the form in which they are sent. `merge_gap`: mean absolute difference between these and the
+    log-probabilities with the weights as trained, in nats per token.
 
     `read` waits for the device, so send the weights before you call it. `join` does not wait: it makes the device run
     later work after the pass. Call `join` before the policy may change."""

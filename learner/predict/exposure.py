@@ -6,8 +6,8 @@ labels, by kind of token, computed twice: after the model's own answer, and afte
 model's own answers can reduce the difference between the two, and teacher forcing cannot. If the difference is about
 zero, the model's mistakes do not come from reading its own answer.
 
-Only tokens that are the same in both texts are compared. Coordinates in digits count as structure. `TeacherForced` also
-has the loss on all labels, a measure of how well the model knows them.
+Only tokens that are the same in both texts are compared. Coordinates that are written as digits count as structure.
+`TeacherForced` also has the loss on all labels, a measure of how well the model knows them.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Compared:
     kinds: NDArray[np.str_]  # [N] kind of each token, see `KINDS`
 
     def sums(self, kind: Kind) -> NDArray[np.float64]:
-        """Return three numbers for one kind of token: summed nats after the model's own answer, summed nats after the
-        preceding labels, number of tokens."""
+        """Return three numbers for one kind of token: the summed loss in nats with the model's own answer as context,
+        the same with the preceding labels as context, and the number of tokens."""
         mask = np.full(len(self.kinds), True) if kind == "all" else self.kinds == kind
         return np.array([self.own[mask].sum(), self.truth[mask].sum(), mask.sum()])
 

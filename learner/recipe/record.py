@@ -229,7 +229,7 @@ def stage_result(run_dir: Path, *, why: str, seconds: float, patience: int) -> S
 
 def _labels(run_dir: Path) -> dict[str, Any]:
     """Return the fields `labels`, `completed` and `cannot_complete` of a stage's result. The first two come from the
-    last completion of labels, the third from the estimate of the first completion."""
+    last time that labels were completed, the third from the estimate that was made the first time."""
     files = sorted((run_dir / LABELS).glob("step_*.json"))
     if not files:
         return {"labels": "", "completed": False}

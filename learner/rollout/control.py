@@ -108,8 +108,8 @@ class ServerControl:
             _remove(old)
 
     def take(self) -> list[ServerRequest]:
-        """Return the requests since the last call: first the users' requests in order, then the requests that follow
-        from the cluster's list."""
+        """Return the requests since the last call: first the users' requests in order, then the requests that are
+        made from changes in the cluster's list of servers."""
         found = []
         for path in self._requests():
             try:

@@ -373,8 +373,8 @@ class RunAnnotations:
             new.replace(self._out)
 
     def _written(self) -> list[str]:
-        """Return the digests of the annotations at this path, as this run or the run that it resumes wrote them
-        last."""
+        """Return the recorded digests of the annotations at this path. This run, or the run that it resumes, recorded
+        them when it last wrote the annotations."""
         found: list[str] = []
         for path in (run_dir / RECORD for run_dir in self._run_dirs):
             try:

@@ -72,7 +72,7 @@ def collect_rarely() -> None:
 
 
 def collect_as_usual() -> None:
-    # From the first step on garbage must be collected often, because it may hold memory of the device.
+    # From the first step on, Python must collect garbage often, because garbage may hold memory of the device.
     gc.set_threshold(*USUALLY)
 
 

@@ -12,9 +12,9 @@ share, not on how calls and ranks divide the share.
 Weights are synced after `sync_every` executed Channel-B steps. A sync comes earlier if rollouts with the served weights
 would be more than `max_update_lag` updates old at the next Channel-B step. With `version_window: 0` only packs made
 since the last sync are learned. A sync for an evaluation does not count in a pack's age. Before a sync each rank starts
-no new call, and waits for its call in flight. If the step has samples to learn meanwhile, the step does not wait for
-the call: the sync then runs between two rows of the step, as soon as no call is in flight, or after the last row. Such
-a sync sends the weights from before the step, because weights change only at the step's end.
+no new call, and waits for its call in flight. If a step still has samples to learn, it goes on meanwhile: the sync then
+runs between two of its rows, as soon as no rank has a call in flight, or after its last row. Such a sync sends the
+weights from before the step, because weights change only at the step's end.
 
 A scheduled Channel-B step may find no share that is ready on all ranks. A Channel-B step without rollouts runs
 Channel-A if two conditions hold: a later step can still learn the unfinished rollouts, and the producers can make

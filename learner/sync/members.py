@@ -120,7 +120,7 @@ class Members:
     def _decided(self, reports: Sequence[Mapping[str, str]]) -> Membership:
         """Adopt and return the membership that follows from the ranks' `reports` and from the requests."""
         membership, now_s = self._backend.membership, time.time()
-        # Losses come first: whether a server may be removed depends on how many others still serve.
+        # Lost servers are handled first: whether a server may be removed depends on how many others still serve.
         for report in reports:
             for base_url, because in report.items():
                 membership = membership.leave_out(base_url, because, now_s=now_s)

@@ -8,13 +8,13 @@ object. The probability that a box's name is right comes from clusters at labels
 clusters with the same number of votes and the same agreement. If labels are too few, or a classifier cannot separate
 objects from their surroundings, only the votes are used. Votes are misleading if labels are not missing at random,
 because a model that learned labels has learned their gaps (D22). Two signs show that labels are not missing at random.
-Both signs are searched among clusters that half of the answers have:
+Only clusters that at least half of the answers have are searched for these signs:
 
     features        a logistic regression separates clusters without a label from those with one, by border, size,
                     shape, position and class, on held-out photographs
     photographs     the share of clusters without a label varies more between photographs than chance allows
 
-If there is such a sign, the estimate from votes is not reported, and nothing is chosen by it. No side effects.
+If there is such a sign, the estimate from votes is neither reported nor used to choose anything. No side effects.
 """
 
 from __future__ import annotations
