@@ -6,7 +6,9 @@ the orders agree; and what the best step by the estimate is worse than the best 
 checkpoint, so a second command goes on.
 
 Kendall's tau of many checkpoints that hardly differ is bounded by chance. `limit` is what F1 by all labels itself has
-on as many photographs, drawn with replacement; `of_differing` counts only pairs that differ by more than `DIFFERENT`.
+on as many photographs, drawn with replacement. `all_judged` is what an order would have if a person judged every box
+that overlaps no label. `by_seed` has tau of F1 by labels with gaps, estimated, and judged, for the runs of a seed. The
+second number of each pair counts only checkpoints that differ by more than `DIFFERENT`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from bench.runs import say
 from learner.records import DetectionObject, Sample
 from learner.run.files import write_atomically
 from learner.tasks.detection.bins import canonical_order, to_bins
+from learner.tasks.detection.completion import candidates
 from learner.tasks.detection.ranking import MOST_OBJECTS, GapJudge
 from shared.images import ImageRules, Images
 
@@ -77,11 +80,17 @@ def _judged(
     ]
     score = judge.score(said)
     assert score is not None, judge.why
+    hits = [pairs(own, truth[sample.sample_id]) for own, sample in zip(said, samples, strict=True)]
+    free = [
+        [one.object[:3] for one in candidates(sample, [own]) if one.relation == "free"]
+        for own, sample in zip(said, samples, strict=True)
+    ]
     return {
         "right": round(float(score.right.sum()), 2),
         "unlabelled": round(float(score.unlabelled.sum()), 2),
         "boxes": [len(own) for own in said],
-        "hits": [len(pairs(own, truth[sample.sample_id])) for own, sample in zip(said, samples, strict=True)],
+        "hits": [len(one) for one in hits],
+        "free_hits": sum(said[n][i][:3] in free[n] for n, own in enumerate(hits) for i, _ in own),
         "labelled": sum(len(pairs(own, sample.objects)) for own, sample in zip(said, samples, strict=True)),
     }
 
@@ -95,6 +104,7 @@ def summarize(checkpoints: Sequence[Row], objects: Floats, num_labels: int) -> d
     least = num_labels + max(one["unlabelled"] for one in checkpoints)
     middle = least * MOST_OBJECTS**0.5
     estimated = 2 * np.array([one["right"] for one in checkpoints]) / (number + middle)
+    all_judged = 2 * np.array([one["labelled"] + one["free_hits"] for one in checkpoints]) / (number + middle)
     drawn = np.random.default_rng(0).multinomial(len(objects), np.full(len(objects), 1 / len(objects)), size=_DRAWS)
     by_draw = [2 * (hits @ one) / (boxes @ one + objects @ one) for one in drawn]
     names = [one["run"] for one in checkpoints]
@@ -108,6 +118,12 @@ def summarize(checkpoints: Sequence[Row], objects: Floats, num_labels: int) -> d
         "objects": [round(float(least)), round(float(MOST_OBJECTS * least)), int(objects.sum())],
         "labels_with_gaps": _agrees(given, true),
         "estimated": _agrees(estimated, true),
+        "all_judged": _agrees(all_judged, true),
+        "by_seed": {
+            seed: [_agrees(values[own], true[own])[0] for values in (given, estimated, all_judged)]
+            for seed in sorted({name.rpartition("-")[2] for name in names})
+            for own in [[i for i, name in enumerate(names) if i in start or name.endswith(f"-{seed}")]]
+        },
         "limit": np.mean([_agrees(one, true) for one in by_draw], axis=0).round(3).tolist(),
         "keep_best_lost": lost,
         "checkpoints": [[one["run"], one["step"], *(round(float(f1), 4) for f1 in values)] for one, *values in rows],
