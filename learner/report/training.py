@@ -1,7 +1,8 @@
 """Makes the report's section on a run's training: small charts, and the timeline of one step.
 
 In: a `RunRecord`. Out: `Chart` and `Table` records for `templates/page.html`. Every metric of a step or a sync is
-shown: a metric for which no chart is defined here gets a chart with the metric's name as title.
+shown: a metric for which no chart is defined here gets a chart with the metric's name as title. If the loss or the
+gradient norm rises, a note explains what that means.
 
 The timeline shows what every rank and every server did at what time (R25, R31, R32), in one typical step. The typical
 step is the step of median length, among the steps with rollouts if there are any.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -113,7 +115,7 @@ def named_charts(run: RunRecord) -> dict[str, Chart | None]:
         "FN appended": _lines(run, "Objects per step", missed, spurious),
         "drop reasons": _drops(run),
         "step time": _times(run),
-        "gradient norm": _lines(run, "Gradient norm", ("norm", "grad_norm", "after")),
+        "gradient norm": _gradient_norm(run),
         "tokens/s": _lines(run, "Tokens learned per second", ("tokens/s", "tokens_per_s", "after")),
         "sync seconds": _sync_lines(run, "Seconds per sync", ("sync", "seconds", "sync"), unit=" s"),
         "canary gap": _sync_lines(run, "Canary gap per sync, nats", mean, greatest),
@@ -174,7 +176,88 @@ def _loss(run: RunRecord) -> Chart | None:
         series = [Series("channel B", rollouts, "after"), Series("channel A", truth, "other")]
     else:
         series = [Series("loss", rollouts or truth, "after")]
-    return line_chart("Loss", series)
+    return line_chart("Loss", series, note=" ".join(filter(None, (_rollout_loss_note(run), _truth_loss_note(run)))))
+
+
+def _gradient_norm(run: RunRecord) -> Chart | None:
+    points = _points(run, "grad_norm")
+    return line_chart("Gradient norm", [Series("norm", points, "after")], note=_gradient_note(run, points))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeanChange:
+    """The rise of a mean. `before`: the mean over an earlier quarter of the steps. `after`: the mean over the last
+    quarter."""
+
+    before: float
+    after: float
+    steps: tuple[int, int]  # first and last step of the earlier quarter
+
+    def __str__(self) -> str:
+        first, last = self.steps
+        return f"from {number(self.before)} (mean of steps {first} to {last}) to {number(self.after)} (last quarter)"
+
+
+def rise(points: Sequence[Point]) -> MeanChange | None:
+    """Return the rise from the lowest earlier quarter of the points to the last quarter. None if it may be noise (less
+    than a tenth, or than three standard errors), or if a quarter has fewer than five points."""
+    finite = [(x, y) for x, y in points if math.isfinite(y)]
+    size = len(finite) // 4
+    if size < 5:
+        return None
+    *quarters, last = [finite[len(finite) - size * k :][:size] for k in (4, 3, 2, 1)]
+    means = [statistics.fmean(y for _, y in quarter) for quarter in quarters]
+    lowest = means.index(min(means))
+    before, after = means[lowest], statistics.fmean(y for _, y in last)
+    spread = sum(statistics.variance(y for _, y in quarter) for quarter in (quarters[lowest], last))
+    if after - before < max(0.1 * abs(before), 3 * math.sqrt(spread / size)) or after <= before:
+        return None
+    return MeanChange(before=before, after=after, steps=(int(quarters[lowest][0][0]), int(quarters[lowest][-1][0])))
+
+
+def _rollout_loss_note(run: RunRecord) -> str:
+    rollouts = _points(run, "loss", "B")
+    change = rise(rollouts)
+    if change is None:
+        return ""
+    said = (
+        f"The loss on rollouts rose {change}. This alone is no bad sign: which tokens are learned changes with the "
+        "model's answers, so the mean is over other tokens than before."
+    )
+    match = _points(run, "match_rate", "B")
+    if rise([(x, -y) for x, y in match]):
+        return f"{said} But the match rate fell too, so the answers got worse: try a lower learning rate."
+    if rise(match):
+        return f"{said} The match rate rose meanwhile, so the answers got better."
+    return f"{said} Judge by the match rate and by F1."
+
+
+def _truth_loss_note(run: RunRecord) -> str:
+    change = rise(_points(run, "loss", "A"))
+    if change is None:
+        return ""
+    rate = max((s.learning_rate for s in run.steps if math.isfinite(s.learning_rate)), default=math.nan)
+    said = f"The loss on ground truth rose {change}. Its labels do not depend on the model, so this is a bad sign"
+    return f"{said}: most often the learning rate is too high (peak {number(rate)} here)."
+
+
+def _gradient_note(run: RunRecord, points: Sequence[Point]) -> str:
+    change = rise(points)
+    if change is None:
+        return ""
+    said = f"The gradient norm rose {change}."
+    limit = run.setting("training", "max_grad_norm")
+    if isinstance(limit, int | float):
+        late = [y for _, y in points[-(len(points) // 4) :]]
+        clipped = sum(y > limit for y in late) / len(late)
+        said += f" It is measured before clipping to {number(limit)}; {clipped:.0%} of the last quarter were clipped."
+    tokens = rise([(x, -y) for x, y in _points(run, "num_supervised")])
+    if tokens is not None:
+        fewer = f"{number(-tokens.before)} to {number(-tokens.after)}"
+        said += f" A step learns fewer tokens than before ({fewer}), and a mean over fewer tokens has more noise."
+    if any(rise(_points(run, "loss", channel)) for channel in "AB"):
+        return f"{said} If F1 falls as well, lower the learning rate."
+    return f"{said} The loss does not rise with it, so this is no bad sign."
 
 
 def _drops(run: RunRecord) -> Chart | None:

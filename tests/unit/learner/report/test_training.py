@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import threading
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from learner.config.load import RESOLVED_NAME
 from learner.journal.log import Timeline
 from learner.policy.parallel import Ranks
 from learner.records import Activity, CallRecord, RolloutCallLog
 from learner.report.page import render
 from learner.report.read import read_run, read_runs
 from learner.report.records import StepTimeline
-from learner.report.training import activities_of, timeline, training, typical
+from learner.report.training import activities_of, rise, timeline, training, typical
 from tests.unit.learner.report.fake_run import write_run
 
 SERVER = "http://127.0.0.1:8000"
@@ -132,10 +138,58 @@ def test_what_ran_is_told_once_with_neighbours_joined() -> None:
     assert log.event(Ranks(), 8)["spans"] == []
 
 
-def titles_of(path: Path) -> set[str]:
+@given(st.lists(st.floats(0.1, 100), min_size=20, max_size=80))
+def test_what_falls_or_stays_does_not_rise(values: list[float]) -> None:
+    for ys in (sorted(values, reverse=True), [values[0]] * len(values)):
+        assert rise([(float(x), y) for x, y in enumerate(ys)]) is None
+
+
+def test_a_rise_is_told_from_noise() -> None:
+    rng = random.Random(3)
+    noisy = [[(float(x), 1 + 0.2 * rng.gauss(0, 1)) for x in range(80)] for _ in range(200)]
+    assert sum(rise(points) is not None for points in noisy) <= 10
+    fell_then_rose = [(float(x), 1 + abs(x - 30) / 30 + 0.05 * rng.gauss(0, 1)) for x in range(80)]
+    change = rise(fell_then_rose)
+    assert change is not None
+    assert change.steps == (20, 39)
+    assert change.before < 1.5 < change.after
+    assert rise(fell_then_rose[61:]) is None  # too few points to tell
+    assert rise([(0.0, math.nan)] * 100) is None
+
+
+def edit_steps(path: Path, edit: Callable[[int, dict[str, Any]], None]) -> None:
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["event"] == "step":
+            edit(line["global_step"], line)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def notes_of(path: Path) -> dict[str, str]:
     section = training(read_run(path), heading="Training")
     assert section is not None
-    return {chart.title for chart in section.charts}
+    return {chart.title: chart.note for chart in section.charts}
+
+
+def test_a_rising_loss_and_gradient_norm_are_explained(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    assert not any(notes_of(path).values())
+    config = yaml.safe_load((path / RESOLVED_NAME).read_text())
+    config["training"]["max_grad_norm"] = 1.5
+    (path / RESOLVED_NAME).write_text(yaml.safe_dump(config))
+    edit_steps(path, lambda step, line: line.update(grad_norm=1 + step / 20, num_supervised=1000 - 20 * step))
+    assert not notes_of(path)["Loss"]
+    note = notes_of(path)["Gradient norm"]
+    assert "100% of the last quarter were clipped" in note
+    assert "fewer tokens" in note
+    assert "loss does not rise" in note
+    edit_steps(path, lambda step, line: line.update(loss=0.2 + step / 100))
+    assert "the answers got better" in notes_of(path)["Loss"]
+    assert "loss does not rise" not in notes_of(path)["Gradient norm"]
+    edit_steps(path, lambda step, line: line["metrics"].update(match_rate=1 - step / 100))
+    assert "the answers got worse" in notes_of(path)["Loss"]
+    edit_steps(path, lambda _, line: line.update(channel="A"))
+    assert "ground truth" in notes_of(path)["Loss"]
 
 
 def test_metrics_that_come_later_get_charts_of_their_own(tmp_path: Path) -> None:
@@ -149,7 +203,7 @@ def test_metrics_that_come_later_get_charts_of_their_own(tmp_path: Path) -> None
         elif line["event"] == "sync":
             line["merge_gap"] = 0.001 * line["ver"]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    titles = titles_of(path)
+    titles = set(notes_of(path))
     assert {"reward/mean", "reward/std", "age_updates", "Effect of merging (nats a token) per sync"} <= titles
     assert "some_s" not in titles  # part of the stacked seconds
     assert not {"matched", "packing_fill", "missed", "never_changes"} & titles
