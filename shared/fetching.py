@@ -14,6 +14,7 @@ import os
 import ssl
 import threading
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
@@ -53,7 +54,9 @@ class Fetcher:
         import httpx  # imported here, because most images are files
 
         try:
-            return asyncio.run(self._follow(source))
+            # In a notebook the calling thread has an event loop that runs, so the fetch needs another thread.
+            with ThreadPoolExecutor(1) as thread:
+                return thread.submit(lambda: asyncio.run(self._follow(source))).result()
         except (OSError, TimeoutError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
             late = isinstance(error, TimeoutError)
             found = "no complete answer in time" if late else _in_words(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import collections
 import contextlib
@@ -424,6 +425,15 @@ def test_urls_of_allowed_hosts_only_and_no_way_around(url: str) -> None:
     for use in ("load", "resolve"):
         with pytest.raises(MediaError, match=r"one of: none.*data\.allowed_image_hosts"):
             getattr(Images(ImageRules()), use)(f"{url}/a.png")
+
+
+def test_a_url_is_fetched_where_an_event_loop_runs(url: str) -> None:
+    """A notebook calls everything inside its own event loop."""
+
+    async def cell() -> Image.Image:
+        return Images(ImageRules(hosts=("127.0.0.1",))).load(f"{url}/a.png")
+
+    assert asyncio.run(cell()).size == (5, 3)
 
 
 SLOW = {
