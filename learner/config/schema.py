@@ -51,7 +51,7 @@ class ExtraConfig(Section):
 
 
 class CustomConfig(Section):
-    """How the model is trained, and how rollouts are made. A plain supervised training has no such keys."""
+    """How the model is trained, and how rollouts are made."""
 
     trainer_variant: Literal["sft", "rollout_matching_sft", "stage2_ab_training", "grpo"] = key(
         "`sft`: teacher forcing on ground truth; `rollout_matching_sft`: learning from matched rollouts; "

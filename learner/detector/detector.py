@@ -60,8 +60,8 @@ class Ask(NamedTuple):
 
 
 class Detector:
-    """A model that answers images. The first prediction opens the backend; `close`, or the end of a `with` block,
-    closes it."""
+    """A model that predicts the objects in images. The first prediction opens the backend; `close`, or the end of a
+    `with` block, closes it."""
 
     def __init__(
         self,

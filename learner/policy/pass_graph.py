@@ -36,7 +36,7 @@ Given = Mapping[str, Any]  # keyword arguments
 INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# Functions of torch that copy values to the device, which a TorchDispatchMode does not see.
+# Functions of torch that copy values to the device. A TorchDispatchMode does not see these copies.
 _FACTORIES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
 _CLOSE = 0.01  # max difference, in nats, between the outputs of the recorded pass and of the trial
 

@@ -197,8 +197,8 @@ class StageProcess:
             # The stage's process writes to the same stdout.
             sys.stdout.flush()
             with writing(log), FileIO(log, "w", opener=unlinked) as errors:
-                # With a session of its own, the stage's process gets Ctrl-C only from `_pass_on`, not from the terminal
-                # too: a second Ctrl-C would end it without a checkpoint.
+                # With a session of its own, the stage's process gets Ctrl-C only from `_pass_on`. If the terminal sent
+                # it too, the process would take it for a second Ctrl-C, and end without a checkpoint.
                 self._process = subprocess.Popen(
                     [sys.executable, *argv],
                     env={**self._environment, **without_working_directory(self._environment)},

@@ -190,8 +190,8 @@ class LabelCompletion:
 
     def _candidates(self, annotated: Sequence[Sample], global_step: int) -> list[_Looked]:
         """Return the label candidates of each sample, in order, with the pixels of the free candidates (candidates that
-        overlap no label). The samples are divided into parts. Each rank gets the answers to some samples of a part, and
-        then the ranks exchange their results."""
+        overlap no label). The samples are divided into parts. For each part, each rank gets the answers to some of its
+        samples, and then the ranks exchange their results."""
         found: list[_Looked] = []
         share_of_labels = share_of(sum(len(sample.objects) for sample in annotated))
         size = _AT_ONCE * self._ranks.world_size

@@ -22,8 +22,8 @@ answer's reward to go is the reward that it earns later: V[n] - V[j]. After the 
 The baseline after j objects is the mean reward to go of the group's other answers that have at least j objects. The
 baseline does not depend on the answer itself, so it favours no token. If no other answer has that many objects, the
 advantage is 0: the longest answer of a group learns nothing from its last objects. An object without reward is made
-less likely if other answers earned a reward after as many objects. Closing the answer is made less likely if other
-answers continued and earned more.
+less likely if other answers earned a reward after the same number of objects. Closing the answer is made less likely if
+other answers continued and earned more.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ class Stage2InStep(Stage2Steps):
         return check
 
     def _rank_metrics(self) -> RankMetrics:
-        """Return the seconds of the step's rollouts, during most of which rows are learned. Without `overlap` there are
-        no metrics."""
+        """Return how many seconds the step's rollouts took. During most of this time rows are learned. Without
+        `overlap` there are no metrics."""
         if self._overlap is None:
             return RankMetrics()
         calls, self._calls = self._calls, CallTotals()

@@ -24,8 +24,8 @@ from shared.wire import ExpectScoresCall, ScoreItem, ScoreReply
 # Max mean gap in nats per token: EXACT_TOLERANCE if both sides compute in float32, else TOLERANCE. A model of 5M
 # parameters without an adapter had mean gaps of 0.0000 in float32 and at most 0.061 in bfloat16.
 EXACT_TOLERANCE, TOLERANCE = 0.01, 0.1
-# Returns the learner's scores of the answers by the weights that are sent. The arguments are the dtype of these weights
-# (None: their own dtype), and whether an adapter is merged into them.
+# Computes the learner's scores of the canary's answers, with the weights as they are sent. The arguments are the dtype
+# of these weights (None: their own dtype), and whether an adapter is merged into them.
 Scorer = Callable[[torch.dtype | None, bool], CanaryScores]
 
 CANARY_SAMPLES = 2  # number of prompts whose answers learner and server score after a sync.

@@ -292,8 +292,8 @@ class _Nccl(Communicator):
 
 def _wait_with(tensor: torch.Tensor, done: torch.cuda.Event) -> None:
     """Wait for the broadcast of `tensor`, and keep a reference to it until then."""
-    # The allocator does not know the sending stream. Without the reference, the allocator gave a bucket's memory to the
-    # next bucket during the broadcast, and syncs ended in DigestErrors.
+    # The allocator does not know that another stream still reads the tensor. Without the reference, the allocator gave
+    # a bucket's memory to the next bucket during the broadcast, and syncs ended in DigestErrors.
     done.synchronize()
 
 

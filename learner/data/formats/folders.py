@@ -188,7 +188,7 @@ def json_format(file: Path) -> Format:
 
 
 def _is_row(line: bytes) -> bool:
-    """Return True if a line is a whole record, not a document or a part of a record."""
+    """Return True if a line is one whole record (JSONL), not a part of one and not a whole file in one line."""
     try:
         row = json_of(line)
     except ValueError:

@@ -58,9 +58,9 @@ def description_labels(
 def _up_to_parting(
     text: TokenText, predicted: PredictedObject, wanted: str, pieces: TokenPieces
 ) -> Iterator[tuple[int, int]]:
-    """Yield (position, label) of the tokens of a wrong name, up to the first token that differs. Labels are the tokens
-    of `wanted` between the same characters. Yield nothing if the answer's own tokens differ from the tokenizer's
-    tokens."""
+    """Yield (position, label) of the tokens of a wrong name, up to the first token that differs. The labels are the
+    tokens of `wanted` that cover the same character positions. Yield nothing if the answer's own tokens differ from the
+    tokenizer's tokens."""
     begin, end = _inside_quotes(predicted)
     first, last = text.token_at(begin), text.tokens_until(end)  # `last` is the token after the description
     last = min(last, len(text.ids) - 1)

@@ -196,7 +196,7 @@ def _read_unusual(data: bytes, pos: int, grammar: Grammar) -> Entry | None:
 
 
 class _Field(NamedTuple):
-    """A field's value: a string, or a list in bytes `start..stop`, or another value."""
+    """A field's value: a string, a list (its text is the bytes `start` to `stop` of the answer), or another value."""
 
     string: bytes | None
     place: tuple[int, int]  # (begin, end) of the string in bytes
