@@ -57,7 +57,7 @@ class Fetcher:
             # In a notebook the calling thread has an event loop that runs, so the fetch needs another thread.
             with ThreadPoolExecutor(1) as thread:
                 return thread.submit(lambda: asyncio.run(self._follow(source))).result()
-        except (OSError, TimeoutError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
+        except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
             late = isinstance(error, TimeoutError)
             found = "no complete answer in time" if late else _in_words(error)
             wanted = f"an answer within {self.rules.timeout_s:g} s"

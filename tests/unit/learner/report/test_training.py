@@ -19,6 +19,7 @@ from learner.config.load import RESOLVED_NAME
 from learner.journal.log import Timeline
 from learner.policy.parallel import Ranks
 from learner.records import Activity, CallRecord, RolloutCallLog
+from learner.report.charts import Chart
 from learner.report.page import render
 from learner.report.read import read_run, read_runs
 from learner.report.records import StepTimeline
@@ -66,14 +67,22 @@ def test_what_came_before_a_step_has_its_name(tmp_path: Path) -> None:
 
 def test_memory_is_shown_where_it_was_measured(tmp_path: Path) -> None:
     """On GPUs."""
+
+    def memory() -> list[Chart]:
+        drawn = training(read_run(run), heading="Training")
+        assert drawn is not None
+        return [chart for chart in drawn.charts if "GPU memory" in chart.title]
+
     run = write_run(tmp_path / "run", num_scenes=2)
+    assert memory() == []
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for n, line in enumerate(line for line in lines if line["event"] == "step"):
+    steps = [line for line in lines if line["event"] == "step"]
+    for n, line in enumerate(steps):
         line["metrics"]["gpu_peak_gib"] = 40.0 + n
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    drawn = training(read_run(run), heading="Training")
-    assert drawn is not None
-    assert any("GPU memory" in chart.title for chart in drawn.charts)
+    (chart,) = memory()
+    ((_, columns, _),) = chart.lines
+    assert [column.y for column in columns] == [40.0 + n for n in range(len(steps))]
 
 
 def test_a_call_that_ends_in_a_later_step_is_drawn_up_to_the_edge() -> None:
