@@ -32,7 +32,7 @@ from rollout_server.stalls import StallWatch
 from shared.aio import gather
 from shared.canary import cached_positions
 from shared.checkpoint import checkpoint_digest, model_folder, signature
-from shared.engine_images import EngineImages, Look
+from shared.engine_images import EngineImages, Look, beginning
 from shared.errors import ConfigError, RequestError, ServerError, SyncError
 from shared.families import check_folder
 from shared.generation import (
@@ -60,6 +60,7 @@ from shared.wire import ErrorBody, RequestConfig, RolloutInferRequest, ScoreItem
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.inputs import EngineInput
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -228,8 +229,15 @@ class VllmEngine:
             whole, params = scoring(prompt, response_token_ids)
             look = self._look(request, whole)
             with self._vllm_errors():
-                output, *cached = await gather([self._run(whole, params, look), *(self._run(*read) for read in reads)])
-                pixels = await look.result() if look is not None else None
+                # Images are processed once for all requests, because processing and hashing them takes milliseconds.
+                rendered = await (self._images.render(whole) if look is None else look.render())
+                output, *cached = await gather(
+                    [
+                        self._run(whole, params, look, rendered),
+                        *(self._run(*read, rendered=beginning(whole, rendered, read[0])) for read in reads),
+                    ]
+                )
+                pixels = None if look is None else await look.result()
         return replace(
             read_scores(output, len(response_token_ids)),
             cached_logprobs=[read_cached_score(one) for one in cached],
@@ -389,18 +397,26 @@ class VllmEngine:
     def _look(self, request: RolloutInferRequest, prompt: Prompt) -> Look | None:
         return self._images.look(prompt) if request.pixels and prompt.images else None
 
-    async def _run(self, prompt: Prompt, params: SamplingParams, look: Look | None = None) -> RequestOutput:
-        """Return the finished output. `look`: reads the processed images of this request. Raises ServerBusyError if the
-        engine gives the request back (`was_given_back`) in all tries."""
+    async def _run(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        look: Look | None = None,
+        rendered: EngineInput | None = None,
+    ) -> RequestOutput:
+        """Return the finished output. `look`: reads the processed images of this request. `rendered`: the prompt as
+        vLLM renders it, for the first try. Raises ServerBusyError if the engine gives the request back
+        (`was_given_back`) in all tries."""
         for _ in range(TRIES):
-            # The prompt is rendered anew in each try, because an engine gives a request back if its image is missing in
-            # vLLM's cache.
-            asked = prompt.for_engine() if look is None else await look.render()
+            asked = rendered or (prompt.for_engine() if look is None else await look.render())
             answers = self._llm.generate(asked, params, str(next(self._ids)), lora_request=self._adapter)
             async with self._stalls.guard():
                 output = [output async for output in answers][-1]
             if not was_given_back(output):
                 return output
+            # The prompt is rendered anew for another try, because an engine gives a request back if its image is
+            # missing in vLLM's cache.
+            rendered = None
         raise given_back()
 
     @contextlib.contextmanager

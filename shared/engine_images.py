@@ -48,6 +48,15 @@ class EngineImages:
     def look(self, prompt: Prompt) -> Look:
         return Look(self, prompt)
 
+    async def render(self, prompt: Prompt, **options: bool) -> EngineInput:
+        """Return the prompt as an `AsyncLLM`'s engine takes it, with processed images. Send the prompt at once, because
+        vLLM's cache assumes that its images were sent. For another try, render again."""
+        from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+        parsed = parse_model_prompt(self.renderer.model_config, prompt.for_engine())
+        (rendered,) = await self.renderer.render_cmpl_async([parsed], **options)
+        return rendered
+
     @contextmanager
     def looking(self, prompts: Sequence[Prompt], wanted: Sequence[bool]) -> Iterator[list[Seen]]:
         """Yield a list that one `LLM.generate` of `prompts` fills with the digests of each prompt's images; [] if the
@@ -154,13 +163,8 @@ class Look:
         self._seen: Seen = ()
 
     async def render(self, **options: bool) -> EngineInput:
-        """Return the prompt as the engine takes it, with processed images. Send the prompt at once, because vLLM's
-        cache assumes that its images were sent. For another try, render again."""
-        from vllm.renderers.inputs.preprocess import parse_model_prompt
-
-        renderer = self._images.renderer
-        parsed = parse_model_prompt(renderer.model_config, self._prompt.for_engine())
-        (rendered,) = await renderer.render_cmpl_async([parsed], **options)
+        """Return what `EngineImages.render` returns, and begin to compute the images' digests."""
+        rendered = await self._images.render(self._prompt, **options)
         self._seen = self._images.seen(rendered)
         return rendered
 
