@@ -20,9 +20,10 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
+from itertools import chain, islice
 from typing import TypeVar
 
 import torch
@@ -340,12 +341,15 @@ class ServerDelivery:
             base_of_adapter=not items,
             timeout_s=self._limit_s,
         )
+        buckets = self._buckets(source, ver)
+        # Launching the merges of adapters takes the host longer than sending their results, so servers would wait.
+        buckets = chain(list(islice(buckets, self._num_early)), buckets)
         began = time.monotonic()
         # A server answers at the end of the update, so the calls are not awaited before the buckets are sent.
         posts = [(link, link.post(link.client.update_weights(call, link.patience))) for link in self._groups.links]
         told: Posts = []
         try:
-            under_way, sums, seals = self._send(source, ver, posts)
+            under_way, sums, seals = self._send(buckets, posts)
             self._parts["send"] = time.monotonic() - began
             if expected is not None:
                 # The weights are checked before the servers get the expected scores, without which they serve nothing.
@@ -365,15 +369,28 @@ class ServerDelivery:
             self._usual_s = time.monotonic() - began
         return replies, learner, self._digest.after(mode, digest_of(seals))
 
+    @property
+    def _num_early(self) -> int:
+        """Number of buckets that are made before servers pause. They take no memory that training does not take: at
+        least as many are in memory at any later time, and more only if they fit into half of what torch holds for the
+        next step."""
+        held = 0
+        if self._device.type == "cuda":
+            held = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return max(SENT_AHEAD + 1, held // (2 * self._config.sync.bucket_bytes))
+
+    def _buckets(self, source: WeightSource, ver: int) -> Iterator[torch.Tensor]:
+        plan = [bucket.tensors for bucket in self._plan(source)]
+        key, dtype = self._groups.seal_key, self._dtype
+        return sealed_buckets(source, plan, key=key, ver=ver, dtype=dtype, device=self._device)
+
     def _send(
-        self, source: WeightSource, ver: int, posts: Posts
+        self, buckets: Iterable[torch.Tensor], posts: Posts
     ) -> tuple[Sent, list[torch.Tensor], list[torch.Tensor]]:
         """Broadcast every bucket to every group. Return the broadcasts that may be unfinished, and each bucket's
         checksum and seal."""
-        plan = [bucket.tensors for bucket in self._plan(source)]
-        key, dtype = self._groups.seal_key, self._dtype
         under_way, sums, seals = deque[Sent](), list[torch.Tensor](), list[torch.Tensor]()
-        for bucket in sealed_buckets(source, plan, key=key, ver=ver, dtype=dtype, device=self._device):
+        for bucket in buckets:
             if len(under_way) > SENT_AHEAD:
                 await_all(under_way.popleft(), posts, replies=False)
             under_way.append(self._groups.broadcast(bucket))

@@ -6,6 +6,7 @@ And what servers are asked before the first sync (R03, R16).
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -334,6 +335,24 @@ def test_no_server_pauses_for_the_learner_s_own_scores(
     weights.step()
     assert sync.sync().canary_gap == 0.0
     assert heard == [[0, 0], [1, 1], [2, 2], [3, 3]]
+
+
+def test_no_server_pauses_for_the_first_buckets(
+    build: Build, servers: list[FakeServer], weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three buckets are made before the first server hears of the update, and the rest while servers wait."""
+    heard: list[list[int]] = []
+
+    def slowly(dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        for named in Weights.named_weights(weights, dtype):
+            time.sleep(0.1)  # for a server to hear of the update, if it has been called
+            heard.append([len(server.updates) for server in servers])
+            yield named
+
+    monkeypatch.setattr(weights, "named_weights", slowly)
+    sync = build(bucket_bytes=1)  # a bucket for each tensor
+    sync.sync()
+    assert heard == [[0, 0], [0, 0], [0, 0], [1, 1]]
 
 
 def test_scores_of_a_failed_sync_are_not_used_again(build: Build, servers: list[FakeServer], weights: Weights) -> None:
