@@ -189,6 +189,7 @@ class GroupSource(RolloutSource):
         """Return the segment of each rollout, in order."""
         rollouts = self._rollouts(step, global_step=global_step, clock=clock)
         with clock.phase("target"):
+            self._check.prepare(prompts, rollouts)
             groups = self._scored.pop((global_step, step.micro_step_idx), None)
             step_mean = self._step_mean
             if groups is None:  # no window was begun, so the step learns only this micro-step

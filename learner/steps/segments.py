@@ -108,6 +108,7 @@ class RolloutSource(SegmentSource):
     ) -> list[Segment]:
         rollouts = self._rollouts(step, global_step=global_step, clock=clock)
         with clock.phase("target"):
+            self._check.prepare(prompts, rollouts)
             return [self.segment(rollout, prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
 
     def _rollouts(self, step: MicroStep, *, global_step: int, clock: PhaseClock) -> list[Rollout]:

@@ -16,10 +16,12 @@ import pytest
 import torch
 from PIL import Image
 
-from learner.data.prompt import PromptEncoder, check_prompt_prefix
-from learner.records import Sample
-from shared.errors import ConfigError, DataError, PromptMismatchError
+from learner.data.prompt import PromptCheck, PromptEncoder, check_prompt_prefix
+from learner.records import EncodedPrompt, Rollout, Sample
+from shared.errors import ConfigError, DataError, PromptMismatchError, ServerMismatchError
 from shared.images import ImageRules
+from shared.pixels import ImageProcessing
+from shared.wire import ProcessedImages
 from tests.unit.learner.policy.rows import image, sample
 
 
@@ -196,6 +198,47 @@ def test_the_first_difference_is_shown(
     assert found in raised.value.found
     assert wanted in raised.value.wanted
     assert "'efih'" in raised.value.found or served != [5, 6, 9, 8]
+
+
+def test_digests_of_a_groups_images_are_made_once(encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R45: a group's rollouts share their prompt, and the check afterwards makes none."""
+    samples = [sample([image(128, 128)]), sample([image(64, 96)]), sample([])]
+    prompts = [prompt for one in samples for prompt in [encoder.encode(one)] * 4]
+    processing, made = encoder.image_processing, list[object]()
+    assert processing is not None
+    real = type(processing).processed
+
+    def counted(self: ImageProcessing, pixels: torch.Tensor, grids: torch.Tensor, dtype: str) -> ProcessedImages:
+        made.append(pixels)
+        return real(self, pixels, grids, dtype)
+
+    def seen(prompt: EncodedPrompt) -> ProcessedImages | None:
+        vision = prompt.vision
+        return vision and real(processing, vision.pixel_values, vision.image_grid_thw, "bfloat16")
+
+    rollouts = [
+        Rollout(
+            sample=samples[i // 4],
+            prompt_token_ids=prompt.token_ids,
+            response_token_ids=(),
+            finish_reason="stop",
+            ver=1,
+            seed=0,
+            pixels=seen(prompt),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    monkeypatch.setattr(type(processing), "processed", counted)
+    check = PromptCheck(image_processing=processing)
+    check.prepare(prompts, rollouts)
+    assert len(made) == 2
+    for prompt, rollout in zip(prompts, rollouts, strict=True):
+        check(prompt, rollout)
+    assert len(made) == 2
+    with pytest.raises(ServerMismatchError):
+        check(prompts[0], replace(rollouts[0], pixels=rollouts[4].pixels))
+    PromptCheck().prepare(prompts, rollouts)
+    assert len(made) == 2, "no images are compared"
 
 
 @pytest.mark.parametrize("method", ["encode", "num_tokens"])
