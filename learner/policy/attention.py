@@ -71,7 +71,7 @@ class SegmentLayout:
         starts = _ends(lengths)[:-1].tolist()
         own = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
         # Keys of a shared prompt are repeated for each of its answers, because the kernel takes consecutive keys only.
-        index = np.concatenate([np.r_[before, mine] for before, mine in zip(prefixes, own, strict=True)])
+        pieces = [np.arange(one.start, one.stop) for both in zip(prefixes, own, strict=True) for one in both]
         num_keys = [len(before) + length for before, length in zip(prefixes, lengths, strict=True)]
         return cls(
             lengths=tuple(lengths),
@@ -80,7 +80,7 @@ class SegmentLayout:
             cu_seqlens=to_device(_ends(lengths), device),
             prefixes=tuple(map(len, prefixes)),
             cu_keys=to_device(_ends(num_keys), device),
-            key_index=to_device(torch.from_numpy(index.astype(np.int64)), device),
+            key_index=to_device(torch.from_numpy(np.concatenate(pieces, dtype=np.int64)), device),
         )
 
 
