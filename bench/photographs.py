@@ -296,7 +296,8 @@ def main(
     try:
         for row in (row for one in wanted for row in _rows(one, work, compiles=compile_engine)):
             rows.append(row)
-            text = json.dumps({**circumstances(), "model": size, "samples": samples, "runs": rows}, indent=1)
+            options = {"model": size, "samples": samples, "compile_engine": compile_engine}
+            text = json.dumps({**circumstances(), **options, "runs": rows}, indent=1)
             (out / "photographs.json").write_text(text + "\n")
     finally:
         keep_logs(folder, out)
