@@ -371,12 +371,10 @@ class ServerDelivery:
 
     @property
     def _num_early(self) -> int:
-        """Number of buckets that are made before servers pause. They take no memory that training does not take: at
-        least as many are in memory at any later time, and more only if they fit into half of what torch holds for the
-        next step."""
-        held = 0
-        if self._device.type == "cuda":
-            held = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        """Number of buckets that are made before servers pause: as many as are in memory at any later time, or as many
+        as fit into half of the device memory that torch holds for the next step."""
+        is_cuda = self._device.type == "cuda"
+        held = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device) if is_cuda else 0
         return max(SENT_AHEAD + 1, held // (2 * self._config.sync.bucket_bytes))
 
     def _buckets(self, source: WeightSource, ver: int) -> Iterator[torch.Tensor]:
