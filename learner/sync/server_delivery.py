@@ -4,10 +4,10 @@ In: weights, by a `WeightSource`. Out: all servers have checked and serve the we
 is raised, with the server named. Invariants (R09, R24, D1): only rank 0 talks to servers, and all ranks do `barrier ->
 update -> barrier`. An update is complete when each server has passed two checks: all tensors came with the right bytes,
 and the server's log-probabilities of fixed answers (the canary) are close to the learner's. The server compares the
-log-probabilities too, and serves nothing before that. A bucket is gathered, packed and sealed while earlier buckets are
-sent. The learner scores the canary before the update begins, so no server waits for these scores. The base weights, to
-which an adapter is applied, are sent as an update of their own, with its own version. The update with the base weights
-also brings back a server that serves nothing after a failed update (poisoned).
+log-probabilities too, and serves nothing before that. The learner scores the canary and packs the first buckets before
+the update begins, so no server waits for them. Later buckets are gathered, packed and sealed while earlier ones are
+sent. The base weights, to which an adapter is applied, are sent as an update of their own, with its own version. The
+update with the base weights also brings back a server that serves nothing after a failed update (poisoned).
 
 `members.py` knows which servers take part (D15, R40). A server that failed is left out of the next try. If no single
 server caused the failure, the sync is repeated once. While too few servers answer, the silent servers are asked again
