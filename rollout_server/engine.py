@@ -17,17 +17,18 @@ import gc
 import inspect
 import itertools
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from rollout_server.config import ServerConfig
+from rollout_server.decoding import PixelShare
 from rollout_server.openai_api import OpenAICall, OpenAILayer, given_back, image_parts, texts
 from rollout_server.processes import cpu_seconds
-from rollout_server.prompts import Renderer, too_long
+from rollout_server.prompts import Renderer, prompt_key, too_long
 from rollout_server.stalls import StallWatch
 from shared.aio import gather
 from shared.canary import cached_positions
@@ -151,6 +152,15 @@ def named(field: str) -> Iterator[None]:
         raise error.named(field) from error
 
 
+@dataclass
+class _SharedPrompt:
+    """A prompt that is rendered once for several requests. `share` counts its images' pixels."""
+
+    rendering: asyncio.Future[Prompt]
+    share: PixelShare
+    num_users: int = 0
+
+
 class VllmEngine:
     def __init__(self, config: ServerConfig) -> None:
         """Start the engine, and wait until the model is loaded. Raises ConfigError if the model's family does not
@@ -171,6 +181,7 @@ class VllmEngine:
         self._caches_prefixes = bool(self._llm.vllm_config.cache_config.enable_prefix_caching)
         self._stop_ids = stop_token_ids(model_config, self._renderer.tokenizer)
         self._ids = itertools.count()
+        self._prompts: dict[Hashable, _SharedPrompt] = {}  # the prompts of running requests
         self._adapter: LoRARequest | None = None
         self._openai = OpenAILayer(
             self._llm, model=config.model_name, renderer=self._renderer, adapter=lambda: self._adapter
@@ -386,10 +397,24 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _rendered(self, request: RolloutInferRequest) -> AsyncIterator[Prompt]:
-        """Yield the rendered prompt. The prompt's images stay in memory until the `with` block ends. Cancelling stops
-        their decoding."""
-        with contextlib.closing(self._renderer.decoders.share()) as share:
-            yield await self._on_thread(self._renderer.render, request, share)
+        """Yield the rendered prompt. Requests for the same prompt at the same time share it (`grpo` asks for several
+        answers). The prompt's images stay in memory until the last `with` block ends. Cancelling all of these requests
+        stops the decoding."""
+        key = prompt_key(request)
+        shared = self._prompts.get(key)
+        if shared is None:
+            share = self._renderer.decoders.share()
+            rendering = asyncio.ensure_future(self._on_thread(self._renderer.render, request, share))
+            shared = self._prompts[key] = _SharedPrompt(rendering, share)
+        shared.num_users += 1
+        try:
+            yield await asyncio.shield(shared.rendering)
+        finally:
+            shared.num_users -= 1
+            if not shared.num_users:
+                del self._prompts[key]
+                shared.rendering.cancel()
+                shared.share.close()
 
     async def _on_thread(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

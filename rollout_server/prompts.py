@@ -6,8 +6,11 @@ which image strings are allowed. All functions block; `engine.py` calls them on 
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+
+from PIL import Image
 
 from rollout_server.config import ServerConfig
 from rollout_server.decoding import Decoders, PixelShare, check_open
@@ -70,7 +73,9 @@ class Renderer:
         # The chat template has already written the special tokens.
         token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         images = self.decoders.load(sources, share)
-        return Prompt(token_ids=token_ids, images=images, pixels=self.pixels)
+        # vLLM would digest the images of each request again, all on one thread: 5 ms for 1.65 megapixels.
+        ids = tuple(_content_id(image) for image in images)
+        return Prompt(token_ids=token_ids, images=images, pixels=self.pixels, image_ids=ids)
 
     def check_length(self, text: str, share: PixelShare) -> None:
         """Raises PromptTooLongError for a text that cannot fit, usually before all of it is tokenized. Raises
@@ -108,6 +113,13 @@ class Renderer:
             )
 
 
+def _content_id(image: Image.Image) -> str:
+    """Return a digest of the image's mode, size and pixels."""
+    digest = hashlib.sha256(f"{image.mode} {image.size}".encode())
+    digest.update(image.tobytes())
+    return digest.hexdigest()
+
+
 def too_long(found: str, max_model_len: int) -> PromptTooLongError:
     return PromptTooLongError(
         "the request is longer than the model's context",
@@ -123,6 +135,13 @@ def text_in(messages: Sequence[Message]) -> str:
     return "".join(
         content if isinstance(content, str) else "".join(part.text or "" for part in content) for content in contents
     )
+
+
+def prompt_key(request: RolloutInferRequest) -> Hashable:
+    """Return a key that is equal for requests with the same prompt: the same messages, images and template variables.
+    The images' strings are not copied."""
+    turns = tuple(message.model_dump_json() for message in request.messages)
+    return turns, tuple(request.images), repr(sorted(request.chat_template_kwargs.items()))
 
 
 def image_sources(request: RolloutInferRequest) -> list[str]:

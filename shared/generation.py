@@ -114,17 +114,21 @@ def _count_error(messages: Sequence[Turn], num_images: int) -> RequestError:
 class Prompt:
     """A prompt: token ids with one placeholder per image, and the images (RGB). vLLM repeats each placeholder as often
     as its image's size requires. `pixels`: limits of an image's size that replace the checkpoint's limits (a result of
-    `limit_pixels`)."""
+    `limit_pixels`). `image_ids`: digests of the images' content, by which vLLM finds processed images; (): vLLM
+    computes its own for each request."""
 
     token_ids: list[int]
     images: list[Image.Image]
     pixels: Mapping[str, int] | None = None
+    image_ids: tuple[str, ...] = ()
 
     def for_engine(self) -> dict[str, object]:
         """Return the dict that vLLM takes as a prompt: token ids, images, and limits of the images' sizes."""
         asked: dict[str, object] = {"prompt_token_ids": self.token_ids}
         if self.images:
             asked["multi_modal_data"] = {"image": self.images}
+            if self.image_ids:
+                asked["multi_modal_uuids"] = {"image": list(self.image_ids)}
             if self.pixels:
                 asked["mm_processor_kwargs"] = {"size": dict(self.pixels)}
         return asked

@@ -22,11 +22,11 @@ from vllm import exceptions
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from rollout_server.config import ServerConfig
-from rollout_server.decoding import Decoders, PixelShare
+from rollout_server.decoding import Budget, Decoders, PixelShare
 from rollout_server.engine import END_S, VllmEngine, WorkerReply, graph_args
 from rollout_server.stalls import StallWatch
 from shared.addresses import free_port
-from shared.errors import PromptTooLongError, RequestError, ServerBusyError, ServerError
+from shared.errors import MediaError, PromptTooLongError, RequestError, ServerBusyError, ServerError
 from shared.generation import TRIES, Prompt
 from shared.sync.calls import Operation
 from shared.sync.group import _introduction
@@ -121,7 +121,7 @@ def test_a_caller_that_goes_ends_the_decoding_of_its_images_and_gives_back_their
             raise RequestError("the client hung up")
 
     engine = object.__new__(VllmEngine)
-    engine._renderer, engine._threads = cast(Any, Slow()), ThreadPoolExecutor(1)
+    engine._renderer, engine._threads, engine._prompts = cast(Any, Slow()), ThreadPoolExecutor(1), {}
 
     async def run() -> None:
         request = RolloutInferRequest(messages=[Message(role="user", content="a")])
@@ -323,6 +323,101 @@ def test_the_user_s_graphs_and_vllm_s_own_stay(settings: dict[str, Any]) -> None
 
 
 # ---- weight groups between GPUs, where vLLM's binding meets ----------------------------------------------------------
+
+
+class SlowRenderer:
+    """Renders when it is let go on. Notes the requests that it renders, and the shares of their images' pixels."""
+
+    def __init__(self) -> None:
+        self.decoders = self
+        self.go_on, self.begun = threading.Event(), threading.Event()
+        self.rendered: list[str] = []
+        self.shares: list[PixelShare] = []
+        self._numbers = itertools.count()
+
+    def share(self) -> PixelShare:
+        self.shares.append(PixelShare(Budget(1, 1.0)))
+        return self.shares[-1]
+
+    def render(self, request: RolloutInferRequest, share: PixelShare) -> Prompt:
+        self.rendered.append(request.images[0])
+        number = next(self._numbers)
+        self.begun.set()
+        assert self.go_on.wait(10.0)
+        if request.images == ["broken"]:
+            raise MediaError("no image")
+        return Prompt(token_ids=[number], images=[])
+
+
+def _asks(image: str, *, text: str = "a", seed: int = 0) -> RolloutInferRequest:
+    return RolloutInferRequest(messages=[Message(role="user", content=text)], images=[image], seed=seed)
+
+
+def _with_slow_renderer() -> tuple[VllmEngine, SlowRenderer]:
+    engine, renderer = object.__new__(VllmEngine), SlowRenderer()
+    engine._renderer, engine._prompts = cast(Any, renderer), {}
+    engine._threads = ThreadPoolExecutor(4)
+    return engine, renderer
+
+
+async def _token_ids(engine: VllmEngine, request: RolloutInferRequest) -> list[int]:
+    async with engine._rendered(request) as prompt:
+        await asyncio.sleep(0.01)
+        return prompt.token_ids
+
+
+def test_requests_for_one_prompt_render_it_once() -> None:
+    """A group's answers: its images are decoded once, and stay as long as one of its requests runs."""
+    engine, renderer = _with_slow_renderer()
+
+    async def run() -> None:
+        group = [asyncio.create_task(_token_ids(engine, _asks("one", seed=i))) for i in range(8)]
+        others = [asyncio.create_task(_token_ids(engine, one)) for one in (_asks("two"), _asks("one", text="b"))]
+        await asyncio.sleep(0.05)
+        renderer.go_on.set()
+        answers = await asyncio.gather(*group)
+        assert answers == [answers[0]] * 8
+        assert len({answers[0][0], *(ids[0] for ids in await asyncio.gather(*others))}) == 3
+        assert sorted(renderer.rendered) == ["one", "one", "two"]
+        assert all(share.closed.is_set() for share in renderer.shares)
+        await _token_ids(engine, _asks("one"))
+        assert len(renderer.rendered) == 4, "an image may have changed since"
+        assert not engine._prompts
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_decoding_ends_with_the_last_request_that_waits_for_it() -> None:
+    """R16: one caller that goes takes nothing from the others."""
+    engine, renderer = _with_slow_renderer()
+
+    async def run() -> None:
+        first, second = (asyncio.create_task(_token_ids(engine, _asks("one", seed=i))) for i in range(2))
+        await asyncio.to_thread(renderer.begun.wait, 10.0)
+        first.cancel()
+        await asyncio.wait([first])
+        assert not renderer.shares[0].closed.is_set()
+        second.cancel()
+        await asyncio.wait([second])
+        assert renderer.shares[0].closed.is_set()
+        assert not engine._prompts
+        renderer.go_on.set()
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_an_image_that_cannot_be_read_fails_all_its_requests_once() -> None:
+    engine, renderer = _with_slow_renderer()
+    renderer.go_on.set()
+
+    async def run() -> None:
+        for i in (1, 2):
+            both = asyncio.gather(*(_token_ids(engine, _asks("broken")) for _ in range(2)), return_exceptions=True)
+            assert [type(error) for error in await both] == [MediaError, MediaError]
+            assert len(renderer.rendered) == i
+            assert not engine._prompts
+
+    asyncio.run(asyncio.wait_for(run(), 10))
 
 
 class NcclId(ctypes.Structure):

@@ -119,6 +119,18 @@ def test_limits_of_pixels_reach_the_engine(model: str) -> None:
         rendered(model, asking(), min_pixels=100, max_pixels=99)
 
 
+def test_the_engine_knows_images_by_their_pixels(model: str, tmp_path: Path) -> None:
+    """So it digests none itself, and processes a picture once, however it came."""
+    file = tmp_path / "picture.png"
+    file.write_bytes(base64.b64decode(png((16, 8))))
+    ways = [png((16, 8)), "data:image/png;base64," + png((16, 8)), str(file)]
+    asked = [rendered(model, asking(way), allowed_image_roots=[str(tmp_path)]).for_engine() for way in ways]
+    (same,) = {tuple(one["multi_modal_uuids"]["image"]) for one in asked}
+    other = rendered(model, asking(png((8, 16)), png((16, 8)))).for_engine()["multi_modal_uuids"]["image"]
+    assert other[0] != other[1] == same[0]
+    assert "multi_modal_uuids" not in rendered(model, asking()).for_engine()
+
+
 @pytest.mark.parametrize("kind", ["one turn", "many parts", "openai"])
 def test_a_long_text_is_refused_before_it_is_tokenized(model: str, kind: str) -> None:
     """R16: 16 MB took 25 s of a core and 3 GB."""
