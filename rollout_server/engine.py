@@ -181,7 +181,7 @@ class VllmEngine:
         self._caches_prefixes = bool(self._llm.vllm_config.cache_config.enable_prefix_caching)
         self._stop_ids = stop_token_ids(model_config, self._renderer.tokenizer)
         self._ids = itertools.count()
-        self._prompts: dict[Hashable, _SharedPrompt] = {}  # the prompts of running requests
+        self._rendering: dict[Hashable, _SharedPrompt] = {}  # prompts that are being rendered, by `prompt_key`
         self._adapter: LoRARequest | None = None
         self._openai = OpenAILayer(
             self._llm, model=config.model_name, renderer=self._renderer, adapter=lambda: self._adapter
@@ -240,7 +240,7 @@ class VllmEngine:
             whole, params = scoring(prompt, response_token_ids)
             look = self._look(request, whole)
             with self._vllm_errors():
-                # Images are processed once for all requests, because processing and hashing them takes milliseconds.
+                # vLLM renders the prompt once for all of these requests, because that takes it 1 to 2 ms each time.
                 rendered = await (self._images.render(whole) if look is None else look.render())
                 output, *cached = await gather(
                     [
@@ -397,24 +397,31 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _rendered(self, request: RolloutInferRequest) -> AsyncIterator[Prompt]:
-        """Yield the rendered prompt. Requests for the same prompt at the same time share it (`grpo` asks for several
-        answers). The prompt's images stay in memory until the last `with` block ends. Cancelling all of these requests
-        stops the decoding."""
+        """Yield the rendered prompt. Requests that come while the same prompt is rendered share it (`grpo` asks for
+        several answers). The prompt's images stay in memory until the last `with` block ends. Cancelling all of these
+        requests stops the decoding."""
         key = prompt_key(request)
-        shared = self._prompts.get(key)
+        shared = self._rendering.get(key)
         if shared is None:
             share = self._renderer.decoders.share()
             rendering = asyncio.ensure_future(self._on_thread(self._renderer.render, request, share))
-            shared = self._prompts[key] = _SharedPrompt(rendering, share)
+            shared = self._rendering[key] = _SharedPrompt(rendering, share)
         shared.num_users += 1
         try:
-            yield await asyncio.shield(shared.rendering)
+            prompt = await asyncio.shield(shared.rendering)
+            # A later request reads its images itself, because a file or a URL may have changed.
+            self._forget(key, shared)
+            yield prompt
         finally:
             shared.num_users -= 1
             if not shared.num_users:
-                del self._prompts[key]
+                self._forget(key, shared)
                 shared.rendering.cancel()
                 shared.share.close()
+
+    def _forget(self, key: Hashable, shared: _SharedPrompt) -> None:
+        if self._rendering.get(key) is shared:
+            del self._rendering[key]
 
     async def _on_thread(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

@@ -121,7 +121,7 @@ def test_a_caller_that_goes_ends_the_decoding_of_its_images_and_gives_back_their
             raise RequestError("the client hung up")
 
     engine = object.__new__(VllmEngine)
-    engine._renderer, engine._threads, engine._prompts = cast(Any, Slow()), ThreadPoolExecutor(1), {}
+    engine._renderer, engine._threads, engine._rendering = cast(Any, Slow()), ThreadPoolExecutor(1), {}
 
     async def run() -> None:
         request = RolloutInferRequest(messages=[Message(role="user", content="a")])
@@ -322,7 +322,7 @@ def test_the_user_s_graphs_and_vllm_s_own_stay(settings: dict[str, Any]) -> None
     assert graph_args(ServerConfig(model="m", **settings)) == {}
 
 
-# ---- weight groups between GPUs, where vLLM's binding meets ----------------------------------------------------------
+# ---- prompts that requests share -------------------------------------------------------------------------------------
 
 
 class SlowRenderer:
@@ -355,7 +355,7 @@ def _asks(image: str, *, text: str = "a", seed: int = 0) -> RolloutInferRequest:
 
 def _with_slow_renderer() -> tuple[VllmEngine, SlowRenderer]:
     engine, renderer = object.__new__(VllmEngine), SlowRenderer()
-    engine._renderer, engine._prompts = cast(Any, renderer), {}
+    engine._renderer, engine._rendering = cast(Any, renderer), {}
     engine._threads = ThreadPoolExecutor(4)
     return engine, renderer
 
@@ -380,9 +380,21 @@ def test_requests_for_one_prompt_render_it_once() -> None:
         assert len({answers[0][0], *(ids[0] for ids in await asyncio.gather(*others))}) == 3
         assert sorted(renderer.rendered) == ["one", "one", "two"]
         assert all(share.closed.is_set() for share in renderer.shares)
-        await _token_ids(engine, _asks("one"))
-        assert len(renderer.rendered) == 4, "an image may have changed since"
-        assert not engine._prompts
+        assert not engine._rendering
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_a_later_request_reads_its_images_again() -> None:
+    """A file or a URL may have changed, also while an earlier request for it still runs."""
+    engine, renderer = _with_slow_renderer()
+    renderer.go_on.set()
+
+    async def run() -> None:
+        async with engine._rendered(_asks("one")) as first:
+            assert await _token_ids(engine, _asks("one")) != first.token_ids
+            assert [share.closed.is_set() for share in renderer.shares] == [False, True]
+        assert renderer.shares[0].closed.is_set()
 
     asyncio.run(asyncio.wait_for(run(), 10))
 
@@ -400,7 +412,7 @@ def test_decoding_ends_with_the_last_request_that_waits_for_it() -> None:
         second.cancel()
         await asyncio.wait([second])
         assert renderer.shares[0].closed.is_set()
-        assert not engine._prompts
+        assert not engine._rendering
         renderer.go_on.set()
 
     asyncio.run(asyncio.wait_for(run(), 10))
@@ -415,9 +427,12 @@ def test_an_image_that_cannot_be_read_fails_all_its_requests_once() -> None:
             both = asyncio.gather(*(_token_ids(engine, _asks("broken")) for _ in range(2)), return_exceptions=True)
             assert [type(error) for error in await both] == [MediaError, MediaError]
             assert len(renderer.rendered) == i
-            assert not engine._prompts
+            assert not engine._rendering
 
     asyncio.run(asyncio.wait_for(run(), 10))
+
+
+# ---- weight groups between GPUs, where vLLM's binding meets ----------------------------------------------------------
 
 
 class NcclId(ctypes.Structure):
